@@ -1,7 +1,9 @@
 """Commands that run inside this process: their exit code, output and launched configs."""
 
+import re
+import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from io import StringIO
 from pathlib import Path
@@ -40,6 +42,26 @@ def refusal(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> str:
     assert err.count("\n") == 1
     assert err.endswith("\n")
     return err.removeprefix("error: ").rstrip()
+
+
+def assert_refused(table: Mapping[str, str], command: str = "train", *defaults: str) -> None:
+    """Check that each command line ends with exit code 2 and says nothing but one line.
+
+    Args:
+        table: command lines as in a shell, each with a part of its line, or a regular expression.
+        command: that all of them begin with: `train`, or the words after `credit-dp`.
+        defaults: more words, but not those whose key a line gives itself.
+    """
+    program, first = ("train", []) if command == "train" else ("credit-dp", command.split())
+    for typed, expected in table.items():
+        words = shlex.split(typed)
+        given = {word.partition("=")[0] for word in words}
+        words = [word for word in defaults if word.partition("=")[0] not in given] + words
+        code, out, err = answer(pytest.MonkeyPatch(), *first, *words, program=program)
+        found = re.fullmatch(r"error: (.+)\n", err)
+        assert found, (typed, code, out, err)
+        assert (code, out) == (2, ""), typed
+        assert expected in found[1] or re.search(expected, found[1]), (typed, found[1])
 
 
 def plan(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> tuple[int, str, str]:

@@ -1,13 +1,14 @@
 """`credit-dp cluster script` and `credit-dp slurm script`: scripts that fit the mesh, or none."""
 
 import os
+import re
 import shlex
 import subprocess
 from pathlib import Path
 
 import pytest
 
-from tests.cli.invocation import answer
+from tests.cli.invocation import answer, assert_refused
 
 SCRIPTS = sorted((Path(__file__).parents[2] / "scripts").glob("*/*.sh"))
 
@@ -21,80 +22,71 @@ def cluster_script(*keys: str) -> tuple[int, str, str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
-def test_the_scripts_are_what_their_second_line_makes(path: Path) -> None:
-    command = shlex.split(path.read_text().splitlines()[1].removeprefix("# "))
-    assert command[0] == "credit-dp"
-    assert command[1:3] == [{"pbs": "cluster"}.get(path.parent.name, "slurm"), "script"]
-    found = answer(pytest.MonkeyPatch(), *command[1:], program="credit-dp")
-    assert found == (0, path.read_text(), "")
-    subprocess.run(["bash", "-n", path], check=True)
+def test_the_scripts_are_what_their_second_line_makes() -> None:
+    for path in SCRIPTS:
+        command = shlex.split(path.read_text().splitlines()[1].removeprefix("# "))
+        assert command[0] == "credit-dp"
+        assert command[1:3] == [{"pbs": "cluster"}.get(path.parent.name, "slurm"), "script"]
+        found = answer(pytest.MonkeyPatch(), *command[1:], program="credit-dp")
+        assert found == (0, path.read_text(), ""), path
+        subprocess.run(["bash", "-n", path], check=True)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("keys", "lines"),
-    [
-        (
-            ["parallel.domain=8", "nodes=4", "gpus_per_node=8", "cpus_per_node=96"],
-            ["--nodes=4", "--ntasks-per-node=8", "--cpus-per-task=12", "--gpus-per-node=8"],
+def test_slurm_gets_what_the_mesh_needs() -> None:
+    for typed, needed in {
+        "parallel.domain=8 nodes=4 gpus_per_node=8 cpus_per_node=96": (
+            "--nodes=4 --ntasks-per-node=8 --cpus-per-task=12 --gpus-per-node=8"
         ),
-        (
-            ["parallel.domain=4", "parallel.data=3", "device=cpu", "cpus_per_node=8"],
-            ["--nodes=3", "--ntasks-per-node=4", "--cpus-per-task=1", "--time=24:00:00"],
+        "parallel.domain=4 parallel.data=3 device=cpu cpus_per_node=8": (
+            "--nodes=3 --ntasks-per-node=4 --cpus-per-task=1 --time=24:00:00"
         ),
-        (
-            ["parallel.domain=2", "seed=1,2", "device=cpu", "time=00:05:00", "partition=a"],
-            ["--array=0-1", "--nodes=1", "--partition=a", "--signal=B:USR1@60  # s"],
+        "parallel.domain=2 seed=1,2 device=cpu time=00:05:00 partition=a": (
+            "--array=0-1 --nodes=1 --partition=a --signal=B:USR1@60"
         ),
-    ],
-)
-def test_a_mesh_gets_what_it_needs(keys: list[str], lines: list[str]) -> None:
-    code, out, err = script(*keys)
-    assert (code, err) == (0, "")
-    assert [line for line in lines if f"#SBATCH {line}" not in out] == []
-    assert ("gpus" in " ".join(out.splitlines()[2:])) == ("device=cpu" not in keys)
+    }.items():
+        code, out, err = script(*typed.split())
+        assert (code, err) == (0, ""), typed
+        words = [line.split()[1] for line in out.splitlines() if line.startswith("#SBATCH ")]
+        assert set(needed.split()) <= set(words), typed
+        assert ("gpus" in " ".join(out.splitlines()[2:])) == ("device=cpu" not in typed)
 
 
-@pytest.mark.parametrize("character", ["\n", "\r", "\0", "\x1b", "\x85", "\u2028"])
-@pytest.mark.parametrize(
-    ("scheduler", "key"),
-    [
-        *(("slurm", key) for key in ("run.dir", "partition", "account", "data.store", "time")),
-        *(("pbs", key) for key in ("run.dir", "queue", "account", "start", "nodes")),
-    ],
-)
-def test_a_value_of_several_lines_is_refused(scheduler: str, key: str, character: str) -> None:
+def test_a_value_of_several_lines_is_refused() -> None:
     """A line that begins within a comment or a directive would be a command."""
-    code, out, err = cluster_script(
-        f"scheduler={scheduler}", "device=cpu", "cpus_per_node=8", f"{key}=a{character}touch here"
-    )
-    assert (code, out) == (2, "")
-    assert err.startswith(f"error: {key}: needs text without line breaks or control characters")
-    assert repr(f"a{character}touch here") in err
-    assert err.count("\n") == 1
+    needed = "needs text without line breaks or control characters"
+    texts = [f"a{character}touch here" for character in "\n\r\0\x1b\x85\u2028"]
+    for scheduler, keys in {
+        "slurm": ("run.dir", "partition", "account", "data.store", "time"),
+        "pbs": ("run.dir", "queue", "account", "start", "nodes"),
+    }.items():
+        table = {
+            f"'{key}={text}'": f"^{key}: {needed}.*{re.escape(repr(text))}"
+            for key in keys
+            for text in texts
+        }
+        defaults = (f"scheduler={scheduler}", "device=cpu", "cpus_per_node=8")
+        assert_refused(table, "cluster script", *defaults)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("keys", "words"),
-    [
-        (["parallel.domain=8", "gpus_per_node=4"], "need 8 GPUs, but nodes have 4"),
-        (["parallel.domain=4", "device=cpu", "cpus_per_node=2"], "need 4 cores, but nodes have 2"),
-        (["parallel.domain=1,2", "run.dir=here"], "run.dir: the jobs of an array"),
-        (["parallel.domain=1,2"], "the jobs of a script need one mesh"),
-        (["nodes=many"], "nodes: needs a whole number of at least 1, got 'many'"),
-        (["start=mpirun"], "start: needs one of srun, torchrun"),
-        (["time=tomorrow"], "time: needs HH:MM:SS"),
-        (["nods=4"], "nods: no such key"),
-        (["resume=."], "resume: each job resumes from its own checkpoint"),
-    ],
-)
-def test_what_cannot_be_placed_is_refused(keys: list[str], words: str) -> None:
-    code, out, err = script(*keys)
-    assert (code, out) == (2, "")
-    assert words in err
-    assert err.count("\n") == 1
+def test_what_cannot_be_placed_is_refused() -> None:
+    table = {
+        "parallel.domain=8 gpus_per_node=4": "need 8 GPUs, but nodes have 4",
+        "parallel.domain=4 device=cpu cpus_per_node=2": "need 4 cores, but nodes have 2",
+        "parallel.domain=1,2 run.dir=here": "run.dir: the jobs of an array",
+        "parallel.domain=1,2": "the jobs of a script need one mesh",
+        "nodes=many": "nodes: needs a whole number of at least 1, got 'many'",
+        "start=mpirun": "start: needs one of srun, torchrun",
+        "time=tomorrow": "time: needs HH:MM:SS",
+        "nods=4": "nods: no such key",
+        "resume=.": "resume: each job resumes from its own checkpoint",
+        "queue=a": "queue: is for scheduler=pbs. Use partition instead.",
+        "scheduler=lsf": "scheduler: needs one of slurm, pbs, got 'lsf'",
+        "scheduler=pbs start=srun": "start: needs one of mpiexec, mpirun, got 'srun'",
+        "scheduler=pbs partition=a": "partition: is for scheduler=slurm. Use queue instead",
+        "scheduler=pbs parallel.domain=8 gpus_per_node=4": "need 8 GPUs, but nodes have",
+        "scheduler=pbs time=tomorrow": "time: needs HH:MM:SS",
+    }
+    assert_refused(table, "cluster script")
 
 
 @pytest.mark.slow
@@ -107,49 +99,23 @@ def test_slurm_is_the_default_and_its_script_the_same() -> None:
     assert cluster_script(*keys)[1].splitlines()[2:] == lines[2:]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("keys", "lines"),
-    [
-        (
-            ["parallel.domain=8", "nodes=4", "gpus_per_node=8", "cpus_per_node=96", "queue=main"],
-            [
-                "-q main",
-                "-l select=4:ncpus=96:mpiprocs=8:ompthreads=12:ngpus=8",
-                "-l place=scatter",
-            ],
-        ),
-        (
-            ["parallel.domain=2", "device=cpu", "account=me", "time=1-02:03:04"],
-            ["-A me", "-l select=1:ncpus=2:mpiprocs=2:ompthreads=1", "-l walltime=26:03:04"],
-        ),
-        (["seed=1,2,3", "device=cpu", "time=05:00"], ["-J 0-2", "-l walltime=00:05:00"]),
-    ],
-)
-def test_pbs_gets_what_the_mesh_needs(keys: list[str], lines: list[str]) -> None:
-    code, out, err = cluster_script("scheduler=pbs", *keys)
-    assert (code, err) == (0, "")
-    found = [line for line in out.splitlines() if line.startswith("#PBS ")]
-    assert [line for line in lines if f"#PBS {line}" not in found] == []
-    assert all(line == line.strip() and "#" not in line[1:] for line in found)
-
-
-@pytest.mark.parametrize(
-    ("keys", "words"),
-    [
-        (["scheduler=lsf"], "scheduler: needs one of slurm, pbs, got 'lsf'"),
-        (["scheduler=pbs", "start=srun"], "start: needs one of mpiexec, mpirun, got 'srun'"),
-        (["scheduler=pbs", "partition=a"], "partition: is for scheduler=slurm. Use queue instead"),
-        (["queue=a"], "queue: is for scheduler=pbs. Use partition instead."),
-        (["scheduler=pbs", "parallel.domain=8", "gpus_per_node=4"], "need 8 GPUs, but nodes have"),
-        (["scheduler=pbs", "time=tomorrow"], "time: needs HH:MM:SS"),
-    ],
-)
-def test_bad_keys_of_a_cluster_are_one_line(keys: list[str], words: str) -> None:
-    code, out, err = cluster_script(*keys)
-    assert (code, out) == (2, "")
-    assert words in err
-    assert err.count("\n") == 1
+def test_pbs_gets_what_the_mesh_needs() -> None:
+    for typed, lines in {
+        "parallel.domain=8 nodes=4 gpus_per_node=8 cpus_per_node=96 queue=main": [
+            "-q main",
+            "-l select=4:ncpus=96:mpiprocs=8:ompthreads=12:ngpus=8",
+            "-l place=scatter",
+        ],
+        "parallel.domain=2 device=cpu account=me time=1-02:03:04": [
+            *("-A me", "-l select=1:ncpus=2:mpiprocs=2:ompthreads=1", "-l walltime=26:03:04")
+        ],
+        "seed=1,2,3 device=cpu time=05:00": ["-J 0-2", "-l walltime=00:05:00"],
+    }.items():
+        code, out, err = cluster_script("scheduler=pbs", *typed.split())
+        assert (code, err) == (0, ""), typed
+        found = [line for line in out.splitlines() if line.startswith("#PBS ")]
+        assert [line for line in lines if f"#PBS {line}" not in found] == [], typed
+        assert all(line == line.strip() and "#" not in line[1:] for line in found), typed
 
 
 def run_pbs(folder: Path, text: str, code: int, **variables: str) -> tuple[int, list[str], str]:
@@ -214,13 +180,11 @@ def test_a_pbs_job_tells_its_ranks_what_they_need_and_goes_on(tmp_path: Path) ->
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("time", "code"), [("24:00:00", 75), ("00:02:00", 0)])
-def test_a_pbs_job_that_ends_early_is_not_submitted_again(
-    tmp_path: Path, time: str, code: int
-) -> None:
-    text = cluster_script(*KEYS, f"time={time}")[1]
-    found, _, submitted = run_pbs(tmp_path, text, code)
-    assert (found, submitted) == (code, "")
+def test_a_pbs_job_that_ends_early_is_not_submitted_again(tmp_path: Path) -> None:
+    for time, code in (("24:00:00", 75), ("00:02:00", 0)):
+        text = cluster_script(*KEYS, f"time={time}")[1]
+        found, _, submitted = run_pbs(tmp_path, text, code)
+        assert (found, submitted) == (code, ""), time
 
 
 @pytest.mark.slow

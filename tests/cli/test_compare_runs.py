@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.invocation import answer
+from tests.cli.invocation import answer, assert_refused
 from tests.plots import failing_plots
 
 CONFIG = (
@@ -87,9 +87,8 @@ def test_runs_beside_each_other(tmp_path, monkeypatch):
     assert page.count('src="data:image/svg') == 1
 
 
-@pytest.mark.parametrize(
-    ("score", "one", "other", "best"),
-    [
+def test_which_is_better(tmp_path, monkeypatch):
+    cases = (
         ("rmse", (2.0, 9.0), (1.0, 9.0), "b"),
         ("acc", (0.8, 0.1), (0.9, 0.1), "b"),
         ("crps", (1.0, 9.0), (2.0, 9.0), "a"),
@@ -97,13 +96,14 @@ def test_runs_beside_each_other(tmp_path, monkeypatch):
         ("activity", (4.0, 5.0), (7.0, 5.0), "a"),
         ("spread", (1.0, 1.0), (2.0, 1.0), None),
         ("rmse", (1.0, 9.0), (1.0, 9.0), None),
-    ],
-)
-def test_which_is_better(tmp_path, monkeypatch, score, one, other, best):
-    folders = card(tmp_path, "a", **{score: one}), card(tmp_path, "b", **{score: other})
-    assert compare(monkeypatch, *folders, f"out={tmp_path / 'both'}")[0] == 0
-    (row,) = json.loads((tmp_path / "both/comparison.json").read_text())["scores"]
-    assert row["better"] == best
+    )
+    for number, (score, one, other, best) in enumerate(cases):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        folders = card(folder, "a", **{score: one}), card(folder, "b", **{score: other})
+        assert compare(monkeypatch, *folders, f"out={folder / 'both'}")[0] == 0
+        (row,) = json.loads((folder / "both/comparison.json").read_text())["scores"]
+        assert row["better"] == best, (score, one, other)
 
 
 def test_what_is_not_comparable_is_reported(tmp_path, monkeypatch):
@@ -148,7 +148,7 @@ def test_scores_that_are_no_numbers_are_left_out(tmp_path, monkeypatch):
     assert "t2m" not in (tmp_path / "o" / "comparison.csv").read_text()
 
 
-def test_refused_in_one_line(tmp_path, monkeypatch):
+def test_refused_in_one_line(tmp_path):
     a = run(tmp_path, "a")
     unfinished, damaged = run(tmp_path, "unfinished"), run(tmp_path, "damaged")
     (unfinished / "metrics.json").unlink()
@@ -156,23 +156,20 @@ def test_refused_in_one_line(tmp_path, monkeypatch):
     scores = card(tmp_path, "card", rmse=(1, 2))
     other = run(tmp_path, "other")
     (other / "metrics.json").write_text(json.dumps({**METRICS, "rmse": {}}))
-    for words, part in (
-        ([a], "needs the folders of at least two runs, got 1"),
-        ([a, a], "is given twice"),
-        ([a, tmp_path], "has neither metrics.json"),
-        ([a, tmp_path / "nowhere"], "nowhere: is not a folder. Give the folder of a training run"),
-        ([a, unfinished], "unfinished: this run has not finished: it has no metrics.json"),
-        ([a, damaged], "damaged/metrics.json: can't be read"),
-        ([a, scores], "card: is a scorecard, but a is a training run"),
-        ([a, other], "have no score of the same channel, unit and lead time in common"),
-        ([a, "~nobody-has-this/b"], "RUN: there is no home folder as in ~nobody-has-this/b"),
-        ([a, unfinished, "oot=x"], "Did you mean out?"),
-    ):
-        code, said, complaints = compare(monkeypatch, *words)
-        assert (code, said, complaints.count("\n")) == (2, "", 1), words
-        assert part in complaints
-    b = run(tmp_path, "b")
-    assert f"{a}: exists already" in compare(monkeypatch, a, b, f"out={a}")[2]
+    table = {
+        f"{a}": "needs the folders of at least two runs, got 1",
+        f"{a} {a}": "is given twice",
+        f"{a} {tmp_path}": "has neither metrics.json",
+        f"{a} {tmp_path}/nowhere": "nowhere: is not a folder. Give the folder of a training run",
+        f"{a} {unfinished}": "unfinished: this run has not finished: it has no metrics.json",
+        f"{a} {damaged}": "damaged/metrics.json: can't be read",
+        f"{a} {scores}": "card: is a scorecard, but a is a training run",
+        f"{a} {other}": "have no score of the same channel, unit and lead time in common",
+        f"{a} '~nobody-has-this/b'": "RUN: there is no home folder as in ~nobody-has-this/b",
+        f"{a} {unfinished} oot=x": "Did you mean out?",
+        f"{a} {run(tmp_path, 'b')} out={a}": f"{a}: exists already",
+    }
+    assert_refused(table, "compare")
 
 
 def test_a_figure_that_fails_costs_only_itself(

@@ -2,11 +2,10 @@
 
 import errno
 import os
-import time
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from multiprocessing.context import ForkServerProcess
-from multiprocessing.synchronize import Event
 from pathlib import Path
 
 import pytest
@@ -17,8 +16,15 @@ from credit_dp.cli.folders import lock_folder, unique_name
 from credit_dp.config import Config
 from credit_dp.distributed.signals import EXIT_PREEMPTED
 from credit_dp.errors import UserError
-from tests.cli.invocation import answer, record_launches, refusal, write_empty_checkpoint
-from tests.ranks import warm_context
+from tests.cli.invocation import (
+    answer,
+    assert_refused,
+    record_launches,
+    refusal,
+    write_empty_checkpoint,
+)
+
+ROOT = Path(__file__).parents[2]
 
 
 def test_a_name_fixes_the_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -40,53 +46,33 @@ def test_runs_without_a_name_never_share(monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert len({unique_name() for _ in range(100)}) == 100
 
 
-@pytest.mark.slow
 def test_a_checkpoint_is_not_overwritten(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     folder = tmp_path / "outputs" / "first"
     (folder / "checkpoint" / ".step-00000003.part").mkdir(parents=True)  # never completed
     with record_launches(monkeypatch, tmp_path) as configs:
         assert answer(monkeypatch, "run.name=first")[0] == 0
-    step = write_empty_checkpoint(folder)
-    with record_launches(monkeypatch, tmp_path) as configs:
-        assert "resume=auto" in refusal(monkeypatch, "run.name=first")
-    with record_launches(monkeypatch, tmp_path) as configs:
-        assert answer(monkeypatch, "run.name=first", "resume=auto")[0] == 0
-        for own in (folder, folder / "checkpoint", step):
+        step = write_empty_checkpoint(folder)
+        assert_refused({"run.name=first": "resume=auto"})
+        assert_refused({f"run.dir={folder}": "^run.dir: .*give another run.dir."})
+        for own in ("auto", step):
             assert answer(monkeypatch, "run.name=first", f"resume={own}")[0] == 0
-    assert len(configs) == 4
+    assert len(configs) == 3
 
 
-@pytest.mark.slow
-def test_the_key_that_chose_the_folder_is_named(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    write_empty_checkpoint(tmp_path)
-    line = refusal(monkeypatch, f"run.dir={tmp_path}")
-    assert line.startswith("run.dir: ")
-    assert "give another run.dir." in line
-    with lock_folder(tmp_path, "run.dir"):
-        line = refusal(monkeypatch, f"run.dir={tmp_path}", "resume=auto")
-    assert line.startswith("run.dir: another run is writing")
-
-
-@pytest.mark.parametrize("option", ["--check", "resume=auto", "seed=1"])
 def test_a_run_in_the_folder_of_a_sweep_is_refused(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, option: str
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     with record_launches(monkeypatch, tmp_path) as configs:
         assert answer(monkeypatch, "-m", "seed=1,2", "run.name=many")[0] == 0
-        line = refusal(monkeypatch, f"run.dir={tmp_path / 'outputs/many'}", option)
-        assert line.startswith("run.dir: ")
-        assert "outputs/many is the folder of a sweep, but a single run needs" in line
+        line = "^run.dir: .*outputs/many is the folder of a sweep, but a single run needs"
+        options = ("--check", "resume=auto", "seed=1")
+        assert_refused(dict.fromkeys(options, line), "train", f"run.dir={tmp_path}/outputs/many")
         # Twice, as its runs may be in folders that exist, and the sweep's own stays what it is.
         assert answer(monkeypatch, "-m", "seed=1,2", "run.name=many")[0] == 0
     assert len(configs) == 4
 
 
-@pytest.mark.parametrize("key", ["seed=1", "run.name=first", "run.dir=a/b/c"])
-def test_a_refused_run_leaves_no_folder(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, key: str
-) -> None:
+def test_a_refused_run_leaves_no_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def refuse(config: Config, **_: object) -> int:
         assert Path(config.run.dir).is_dir()
         raise UserError("data.store: there is none")
@@ -94,10 +80,11 @@ def test_a_refused_run_leaves_no_folder(
     (tmp_path / "a").mkdir()  # by the user
     with record_launches(monkeypatch, tmp_path), pytest.MonkeyPatch.context() as patch:
         patch.setattr(start_run, "launch", refuse)
-        assert refusal(monkeypatch, key) == "data.store: there is none"
+        keys = ("seed=1", "run.name=first", "run.dir=a/b/c")
+        assert_refused(dict.fromkeys(keys, "^data.store: there is none$"))
         assert [path.name for path in tmp_path.rglob("*")] == ["a"]
         (tmp_path / "a/b/c").mkdir(parents=True)
-        assert refusal(monkeypatch, "run.dir=a/b/c") == "data.store: there is none"
+        assert_refused({"run.dir=a/b/c": "^data.store: there is none$"})
     assert (tmp_path / "a/b/c").is_dir()
 
 
@@ -115,12 +102,7 @@ def test_a_run_that_fails_later_keeps_its_folder(
     assert names >= {".hydra", "metrics.csv"}
 
 
-@pytest.mark.parametrize(
-    ("key", "keys"), [("run.name=first", ""), ("run.dir=first", "run.dir={folder} ")]
-)
-def test_ctrl_c_names_the_last_checkpoint(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, key: str, keys: str
-) -> None:
+def test_ctrl_c_names_the_last_checkpoint(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def save_two(config: Config, **_: object) -> int:
         for step in ("step-00000002", "step-00000003"):
             write_empty_checkpoint(Path(config.run.dir)).rename(
@@ -128,15 +110,18 @@ def test_ctrl_c_names_the_last_checkpoint(
             )
         raise KeyboardInterrupt
 
-    with record_launches(monkeypatch, tmp_path), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(start_run, "launch", save_two)
-        code, _, err = answer(monkeypatch, key)
-    folder = tmp_path / ("outputs/first" if key == "run.name=first" else "first")
-    assert (code, err) == (
-        130,
-        f"\ninterrupted\nthe last checkpoint is {folder}/checkpoint/step-00000003; the same "
-        f"command with {keys.format(folder=folder)}resume=auto continues from there\n",
-    )
+    for key, path, keys in (
+        ("run.name=first", "outputs/first", ""),
+        ("run.dir=first", "first", f"run.dir={tmp_path / 'first'} "),
+    ):
+        with record_launches(monkeypatch, tmp_path), pytest.MonkeyPatch.context() as patch:
+            patch.setattr(start_run, "launch", save_two)
+            code, _, err = answer(monkeypatch, key)
+        assert (code, err) == (
+            130,
+            f"\ninterrupted\nthe last checkpoint is {tmp_path / path}/checkpoint/step-00000003; "
+            f"the same command with {keys}resume=auto continues from there\n",
+        )
 
 
 @pytest.mark.slow
@@ -160,31 +145,13 @@ def test_a_full_disk_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 
 
 @pytest.mark.slow
-def test_a_checked_sweep_starts_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    with record_launches(monkeypatch, tmp_path) as configs:
-        code, out, err = answer(
-            monkeypatch, "-m", "parallel.domain=1,2", "seed=range(3)", "--check"
-        )
-    assert (code, out, err) == (0, "The configs of all 6 runs are valid.\n", "")
-    assert (configs, list(tmp_path.iterdir())) == ([], [])
-
-
-def test_two_runs_cannot_write_to_one_folder(tmp_path: Path) -> None:
-    with lock_folder(tmp_path):
-        with pytest.raises(UserError, match="another run is writing"):
-            with lock_folder(tmp_path):
-                pass
-    with lock_folder(tmp_path):
-        pass
-
-
-@pytest.mark.slow
 def test_a_sweep_runs_every_combination(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    keys = ("-m", "model=unet,unet_small", "model.channels=[8],[8,16]", "seed=3")
+    checked = "The configs of all 4 runs are valid.\n"
     with record_launches(monkeypatch, tmp_path) as configs:
-        code, _, err = answer(
-            monkeypatch, "-m", "model=unet,unet_small", "model.channels=[8],[8,16]", "seed=3"
-        )
-    assert (code, err) == (0, "")
+        assert answer(monkeypatch, *keys, "--check") == (0, checked, "")
+        assert (configs, list(tmp_path.iterdir())) == ([], [])
+        assert answer(monkeypatch, *keys)[::2] == (0, "")
     assert [config.model.channels for config in configs] == [[8], [8, 16], [8], [8, 16]]
     assert {config.seed for config in configs} == {3}
     folders = [Path(config.run.dir) for config in configs]
@@ -192,24 +159,15 @@ def test_a_sweep_runs_every_combination(monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert {folder.parent.parent for folder in folders} == {tmp_path / "multirun"}
 
 
-@pytest.mark.slow
-def test_a_named_sweep_can_be_found_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    with record_launches(monkeypatch, tmp_path) as configs:
-        answer(monkeypatch, "-m", "seed=range(2)", "run.name=many", "resume=auto")
-    names = [str(tmp_path / "outputs/many" / number) for number in "01"]
-    assert [config.run.dir for config in configs] == names
-
-
-@pytest.mark.slow
 def test_a_failed_run_fails_the_sweep_after_the_others(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    with record_launches(monkeypatch, tmp_path, codes=(3, 0, 1)) as configs:
-        code, _, err = answer(monkeypatch, "-m", "seed=0,1,2", "run.name=many")
-    assert (code, len(configs)) == (3, 3)
+    with record_launches(monkeypatch, tmp_path, codes=(3, 0)) as configs:
+        code, _, err = answer(monkeypatch, "-m", "seed=0,1", "run.name=many", "resume=auto")
     folder = tmp_path / "outputs" / "many"
+    assert (code, [config.run.dir for config in configs]) == (3, [f"{folder}/0", f"{folder}/1"])
     assert err == (
-        f"error: --multirun: 2 of 3 runs failed: 0, 2. See `credit-dp sweep show {folder}`.\n"
+        f"error: --multirun: 1 of 2 runs failed: 0. See `credit-dp sweep show {folder}`.\n"
     )
 
 
@@ -241,69 +199,49 @@ def test_an_experiment_brings_what_it_varies(
     assert "needs ROWSxCOLUMNS" in line
 
 
-LONGEST = 600.0  # seconds to wait for a process that does not answer
-
-
-def hold(folder: Path, ready: Event) -> None:
-    """Lock a folder as a run does, until killed."""
-    with lock_folder(folder):
-        ready.set()
-        time.sleep(LONGEST)
+HOLD = """
+import sys, time
+from pathlib import Path
+from credit_dp.cli.folders import lock_folder
+with lock_folder(Path(sys.argv[1])):
+    print("locked", flush=True)
+    time.sleep(600)
+"""
 
 
 @contextmanager
-def held(folder: Path) -> Iterator[ForkServerProcess]:
-    """Hold the folder's lock in another process, which is killed at the end."""
-    context = warm_context()
-    ready = context.Event()
-    process = context.Process(target=hold, args=(folder, ready), daemon=True)
-    process.start()
-    try:
-        assert ready.wait(LONGEST)
-        yield process
-    finally:
-        process.kill()
-        process.join()
+def held(folder: Path) -> Iterator[subprocess.Popen[str]]:
+    """Hold the folder's lock in another process, as a run does; it is killed at the end."""
+    words = [sys.executable, "-c", HOLD, str(folder)]
+    with subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "locked\n"
+            yield process
+        finally:
+            process.kill()
 
 
-@pytest.mark.slow
-def test_a_second_start_refuses_in_one_line_and_changes_nothing(
+def test_a_second_start_is_refused_until_the_first_one_was_killed(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    write_empty_checkpoint(tmp_path)
-    with held(tmp_path), record_launches(monkeypatch, tmp_path.parent) as configs:
-        before = sorted(tmp_path.rglob("*"))
-        line = refusal(monkeypatch, f"run.dir={tmp_path}", "resume=auto")
-        assert sorted(tmp_path.rglob("*")) == before
-    assert line.startswith(f"run.dir: another run is writing to {tmp_path}.")
-    assert configs == []
-
-
-@pytest.mark.slow
-def test_a_sweep_refuses_the_folder_of_another(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    folder = tmp_path / "outputs" / "many" / "0"
-    folder.mkdir(parents=True)
-    (folder / "submitted.json").write_text('{"overrides": ["seed=1"]}')
-    with (
-        held(folder),
-        record_launches(monkeypatch, tmp_path) as configs,
-    ):
-        code, _, err = answer(monkeypatch, "-m", "seed=1,2", "run.name=many", "resume=auto")
-    assert code == 2
-    assert err.startswith("error: run.name: another run is writing to ")
-    assert err.count("\n") == 1
-    assert configs == []
-
-
-def test_a_folder_is_free_once_its_run_was_killed(tmp_path: Path) -> None:
-    with held(tmp_path) as process:
-        with pytest.raises(UserError, match="another run is writing"), lock_folder(tmp_path):
-            pass
-        process.kill()
-        process.join()
-        with lock_folder(tmp_path):
+    run, sweep = tmp_path / "run", tmp_path / "outputs/many"
+    write_empty_checkpoint(run)
+    (sweep / "0").mkdir(parents=True)
+    (sweep / "0/submitted.json").write_text('{"overrides": ["seed=1"]}')
+    with record_launches(monkeypatch, tmp_path) as configs:
+        with held(run):
+            before = sorted(tmp_path.rglob("*"))
+            line = f"^run.dir: another run is writing to {run}."
+            assert_refused({f"run.dir={run} resume=auto": line})
+            assert sorted(tmp_path.rglob("*")) == before
+        with held(sweep / "0"):
+            line = "^run.name: another run is writing to "
+            assert_refused({"-m seed=1,2 run.name=many resume=auto": line})
+        assert configs == []
+        assert answer(monkeypatch, f"run.dir={run}", "resume=auto")[0] == 0
+    with lock_folder(run):
+        with pytest.raises(UserError, match="another run is writing"), lock_folder(run):
             pass
 
 

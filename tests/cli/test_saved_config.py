@@ -22,7 +22,7 @@ from credit_dp.errors import UserError
 from credit_dp.sweeps.read import read_file
 from credit_dp.training import checkpoint_files
 from credit_dp.training.run_folder import RunFolder, resolved_yaml
-from tests.cli.invocation import answer, refusal
+from tests.cli.invocation import answer, assert_refused, refusal
 from tests.training.runs import make_store
 
 ODD = [
@@ -104,23 +104,26 @@ def test_the_paths_of_a_saved_config_are_valid_in_every_folder(
         assert OmegaConf.create(text).resume == expected
 
 
-@pytest.mark.parametrize("key", ["logger.project", "data.cache", "data.levels", "model.kind"])
-@pytest.mark.parametrize(
-    "value", ["${oc.env:SECRET}", "${oc.decode:${oc.env:SECRET}}", "${oc.${run.name}:SECRET}"]
-)
 def test_a_saved_config_can_not_read_the_environment(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, key: str, value: str
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     saved(tmp_path, "experiment=fast")
-    content = OmegaConf.load(tmp_path / "config.yaml")
-    content.run.name = "env"
-    OmegaConf.update(content, key, [value] if key == "data.levels" else value, force_add=True)
-    OmegaConf.save(content, tmp_path / "config.yaml")
     monkeypatch.setenv("SECRET", "a-password")
-    with pytest.MonkeyPatch.context() as patch:
-        line = refusal(patch, "--again", str(tmp_path), "--cfg", "job")
-    assert f"{key} needs a plain value, got {value!r}" in line
-    assert "a-password" not in line
+    saved_content = OmegaConf.load(tmp_path / "config.yaml")
+    saved_content.run.name = "env"
+    for key, value in (
+        ("logger.project", "${oc.env:SECRET}"),
+        ("data.levels", "${oc.env:SECRET}"),
+        ("data.cache", "${oc.decode:${oc.env:SECRET}}"),
+        ("model.kind", "${oc.${run.name}:SECRET}"),
+    ):
+        content = saved_content.copy()
+        OmegaConf.update(content, key, [value] if key == "data.levels" else value, force_add=True)
+        OmegaConf.save(content, tmp_path / "config.yaml")
+        with pytest.MonkeyPatch.context() as patch:
+            line = refusal(patch, "--again", str(tmp_path), "--cfg", "job")
+        assert f"{key} needs a plain value, got {value!r}" in line
+        assert "a-password" not in line
 
 
 def test_the_config_of_a_checkpoint_can_not_read_the_environment(
@@ -145,18 +148,12 @@ def test_the_cache_of_the_schema_becomes_that_of_this_user(
     assert again(tmp_path).data.cache == "/mine"
 
 
-@pytest.mark.slow
 def test_single_keys_and_groups_can_be_changed(tmp_path: Path) -> None:
-    config = saved(tmp_path, *ODD)
+    config = saved(tmp_path, *ODD, "resume=auto")
     made = again(tmp_path, "seed=7", "model=pangu_small", "trainer.steps=6")
     assert (made.seed, made.trainer.steps, made.model.name) == (7, 6, "pangu")
     assert made.data == config.data
-
-
-@pytest.mark.slow
-def test_a_resumed_run_repeated_starts_from_the_beginning(tmp_path: Path) -> None:
-    saved(tmp_path, "run.name=first", "resume=auto")
-    assert again(tmp_path).resume is None
+    assert made.resume is None  # a resumed run that is repeated starts from the beginning
 
 
 @pytest.mark.slow
@@ -168,22 +165,14 @@ def test_other_versions_are_noticed(tmp_path: Path) -> None:
         again(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("text", "part"),
-    [(None, "there is no"), ("a: [", "can't be read"), ("a: 1", "is not the config of a run")],
-)
-def test_a_folder_without_a_run_is_one_line(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text: str | None, part: str
-) -> None:
-    if text is not None:
+def test_a_folder_without_a_run_is_one_line(tmp_path: Path) -> None:
+    assert_refused({f"--again {tmp_path}": "there is no"})
+    for text, part in {"a: [": "can't be read", "a: 1": "is not the config of a run"}.items():
         (tmp_path / "config.yaml").write_text(text)
-    assert part in refusal(monkeypatch, "--again", str(tmp_path))
-
-
-def test_an_experiment_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        assert_refused({f"--again {tmp_path}": part})
     saved(tmp_path)
-    line = refusal(monkeypatch, "--again", str(tmp_path), "experiment=fast")
-    assert line.startswith("experiment: --again sets every key")
+    line = "^experiment: --again sets every key"
+    assert_refused({f"--again {tmp_path} experiment=fast": line})
 
 
 def test_literals() -> None:
@@ -227,24 +216,16 @@ def test_the_printed_command_gives_the_same_losses(
     assert len(losses(first)) == 3
 
 
-@pytest.mark.parametrize(
-    ("text", "reason"),
-    [
-        ("a: " + "[" * 20_000, "exceeded maximum nesting depth"),
-        ("a: " + "[" * 60, "has more than 50 tables or lists in each other"),
-        ("a: &a [1, 1]\nb: &b [*a, *a]\nc: [*b, *b]\n", "has an alias, *a"),
-    ],
-)
-def test_a_config_that_would_take_all_memory_is_refused(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text: str, reason: str
-) -> None:
+def test_a_config_that_would_take_all_memory_is_refused(tmp_path: Path) -> None:
     path = RunFolder(tmp_path).config
-    path.write_text(text)
-    line = refusal(monkeypatch, "--again", str(tmp_path))
-    assert line.startswith(f"--again: {path} can't be read (")
-    assert reason in line
-    # The folder of a sweep or of a run that is compared may be another user's.
-    assert (
-        first_difference(path, Composer("train").compose_config([])) == "config.yaml can't be read"
-    )
-    assert read_file(path) is None
+    config = Composer("train").compose_config([])
+    for text, reason in {
+        "a: " + "[" * 20_000: "exceeded maximum nesting depth",
+        "a: " + "[" * 60: "has more than 50 tables or lists in each other",
+        "a: &a [1, 1]\nb: &b [*a, *a]\nc: [*b, *b]\n": r"has an alias, \*a",
+    }.items():
+        path.write_text(text)
+        assert_refused({f"--again {tmp_path}": f"^--again: {path} can't be read .*{reason}"})
+        # The folder of a sweep or of a run that is compared may be another user's.
+        assert first_difference(path, config) == "config.yaml can't be read"
+        assert read_file(path) is None

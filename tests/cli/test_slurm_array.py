@@ -10,7 +10,7 @@ import pytest
 from credit_dp.cli import sweep
 from credit_dp.cli.slurm_array import may_requeue, queued_job_ids, run_job
 from credit_dp.errors import UserError
-from tests.cli.invocation import refusal
+from tests.cli.invocation import assert_refused, refusal
 
 SCONTROL = """\
 #!/bin/sh
@@ -38,54 +38,43 @@ def test_without_slurm_nothing_is_submitted(
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        ("hydra.launcher.account", "'a\nb'"),
-        ("+hydra.launcher.additional_parameters.qos", "'a\nb'"),
-        ("run.dir", "'a\nb'"),
-    ],
-)
 def test_a_value_of_several_lines_reaches_no_script(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, key: str, value: str
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(tmp_path)
-        line = refusal(monkeypatch, "-m", "hydra/launcher=slurm", "seed=1,2", f"{key}={value}")
-    assert line.startswith(key.lstrip("+"))
-    assert "needs text without line breaks or control characters, got" in line
+    line = ".*needs text without line breaks or control characters, got"
+    keys = ("hydra.launcher.account", "hydra.launcher.additional_parameters.qos", "run.dir")
+    table = {f"-m {'+' * ('qos' in key)}{key}=\"'a\nb'\"": f"^{key}{line}" for key in keys}
+    monkeypatch.chdir(tmp_path)
+    assert_refused(table, "train", "hydra/launcher=slurm", "seed=1,2")
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    ("code", "state", "restarts", "again"),
-    [
+def test_a_job_that_was_stopped_is_queued_again_alone(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """In the last job of an array, `SLURM_JOB_ID` is the number of the array."""
+    record = tmp_path / "record"
+    array = {"SLURM_JOB_ID": "5", "SLURM_ARRAY_JOB_ID": "5", "SLURM_ARRAY_TASK_ID": "2"}
+    for key, value in {**array, "RECORD": str(record), "PATH": f"{tmp_path}:/usr/bin:/bin"}.items():
+        monkeypatch.setenv(key, value)
+    for code, state, restarts, again in (
         (75, "RUNNING", 0, True),
         (75, "CANCELLED", 0, False),
         (75, "RUNNING", 2, False),
         (1, "RUNNING", 0, False),
-    ],
-)
-def test_a_job_that_was_stopped_is_queued_again_alone(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, code: int, state: str, restarts: int,
-    again: bool,
-) -> None:  # fmt: skip
-    """In the last job of an array, `SLURM_JOB_ID` is the number of the array."""
-    for name, text in (("srun", f"#!/bin/sh\nexit {code}\n"), ("scontrol", SCONTROL)):
-        (tmp_path / name).write_text(text)
-        (tmp_path / name).chmod(0o755)
-    record = tmp_path / "record"
-    record.touch()
-    array = {"SLURM_JOB_ID": "5", "SLURM_ARRAY_JOB_ID": "5", "SLURM_ARRAY_TASK_ID": "2"}
-    more = {"SLURM_RESTART_COUNT": str(restarts), "STATE": state, "RECORD": str(record)}
-    for key, value in {**array, **more, "PATH": f"{tmp_path}:/usr/bin:/bin"}.items():
-        monkeypatch.setenv(key, value)
-    with pytest.raises(SystemExit) as ended:
-        run_job(str(tmp_path), ["srun"], requeues=2)
-    assert ended.value.code == code
-    commands = record.read_text().splitlines()
-    assert ("requeue 5_2" in commands) == again
-    assert [line.split()[-1] for line in commands] == ["5_2"] * len(commands)
+    ):
+        for name, text in (("srun", f"#!/bin/sh\nexit {code}\n"), ("scontrol", SCONTROL)):
+            (tmp_path / name).write_text(text)
+            (tmp_path / name).chmod(0o755)
+        record.write_text("")
+        monkeypatch.setenv("SLURM_RESTART_COUNT", str(restarts))
+        monkeypatch.setenv("STATE", state)
+        with pytest.raises(SystemExit) as ended:
+            run_job(str(tmp_path), ["srun"], requeues=2)
+        assert ended.value.code == code
+        commands = record.read_text().splitlines()
+        assert ("requeue 5_2" in commands) == again, (code, state, restarts)
+        assert [line.split()[-1] for line in commands] == ["5_2"] * len(commands)
 
 
 def test_a_job_is_not_queued_again_if_slurm_does_not_know_it(

@@ -25,7 +25,13 @@ from credit_dp.config import Config, DatesConfig, ParallelConfig
 from credit_dp.distributed.signals import EXIT_PREEMPTED, Terminated
 from credit_dp.errors import UserError
 from credit_dp.training.run_folder import resolved_yaml
-from tests.cli.invocation import answer, record_launches, refusal, write_empty_checkpoint
+from tests.cli.invocation import (
+    answer,
+    assert_refused,
+    record_launches,
+    refusal,
+    write_empty_checkpoint,
+)
 
 
 @pytest.fixture(scope="module")
@@ -64,24 +70,18 @@ def test_jobs_are_found_again_in_any_order(composer: Composer, tmp_path: Path) -
     assert sorted(states.values())[2:] == [(number, False) for number in (3, 4, 5, 6)]
 
 
-def test_a_job_without_overrides_is_found_again(composer: Composer, tmp_path: Path) -> None:
-    [job] = plan(composer, tmp_path, "run.name=a")
-    finish(job)
-    [again] = plan(composer, tmp_path, "run.name=a")
-    assert (again.folder.name, again.is_finished) == ("0", True)
-
-
-@pytest.mark.slow
 def test_the_same_overrides_with_another_config_are_refused(
     composer: Composer, tmp_path: Path
 ) -> None:
-    [job] = plan(composer, tmp_path, "seed=1")
+    [job] = plan(composer, tmp_path)  # without any
     finish(job)
+    [again] = plan(composer, tmp_path)
+    assert (again.folder.name, again.is_finished) == ("0", True)
     text = (tmp_path / "0/config.yaml").read_text()
     steps = job.config.trainer.steps
     (tmp_path / "0/config.yaml").write_text(text.replace(f"  steps: {steps}\n", "  steps: 7\n"))
     with pytest.raises(UserError, match=f"another config .trainer.steps: 7, now {steps}"):
-        plan(composer, tmp_path, "seed=1")
+        plan(composer, tmp_path)
 
 
 def test_dates_that_a_run_has_chosen_are_no_other_config(
@@ -134,14 +134,14 @@ def test_jobs_begin_at_a_given_checkpoint_and_continue_at_their_own(
     assert line.startswith("resume: each job resumes from its own checkpoint.")
 
 
-@pytest.mark.parametrize("option", ["--check", "hydra/launcher=local", "trainer.steps=2"])
 def test_a_sweep_in_the_folder_of_a_run_is_refused(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, option: str
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     write_empty_checkpoint(tmp_path / "outputs/base")
+    line = "outputs/base holds the checkpoint of a single run"
+    options = ("--check", "hydra/launcher=local", "trainer.steps=2")
     with record_launches(monkeypatch, tmp_path) as configs:
-        line = refusal(monkeypatch, "-m", option, "seed=1,2", "run.name=base")
-    assert "outputs/base holds the checkpoint of a single run" in line
+        assert_refused(dict.fromkeys(options, line), "train", "-m", "seed=1,2", "run.name=base")
     assert configs == []
 
 
@@ -149,70 +149,59 @@ def read(folder: Path) -> dict[str, object]:
     return dict(json.loads((folder / "job.json").read_text()))
 
 
-@pytest.mark.parametrize(
-    ("code", "state", "cause"),
-    [(0, "done", None), (EXIT_PREEMPTED, "preempted", None), (2, "failed", "data.store: none")],
-)
-def test_a_job_is_recorded(tmp_path: Path, code: int, state: str, cause: str | None) -> None:
+def test_a_job_is_recorded(tmp_path: Path) -> None:
     write_record(tmp_path)
     assert read(tmp_path) == {"state": "running", "exit_code": None, "cause": None}
-    write_record(tmp_path, code, "data.store: none")
-    assert read(tmp_path) == {"state": state, "exit_code": code, "cause": cause}
+    for code, state, cause in (
+        (0, "done", None),
+        (EXIT_PREEMPTED, "preempted", None),
+        (2, "failed", "data.store: none"),
+    ):
+        write_record(tmp_path, code, "data.store: none")
+        assert read(tmp_path) == {"state": state, "exit_code": code, "cause": cause}
     assert [path.name for path in tmp_path.iterdir()] == ["job.json"]
 
 
-@pytest.mark.parametrize(
-    ("error", "state", "code"),
-    [
-        (KeyboardInterrupt(), "failed", 130),
-        (Terminated(), "failed", 143),
-        (KeyError(), "failed", 1),
-    ],
-)
-def test_a_job_that_is_ended_is_recorded(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, error: BaseException, state: str, code: int
-) -> None:
-    def launch(config: Config, **_: object) -> int:
-        raise error
+def test_a_job_that_is_ended_is_recorded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for number, (error, code) in enumerate(
+        ((KeyboardInterrupt(), 130), (Terminated(), 143), (KeyError(), 1))
+    ):
 
-    with record_launches(monkeypatch, tmp_path), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(start_run, "launch", launch)
-        with contextlib.suppress(KeyError):
-            assert answer(monkeypatch, "-m", "seed=1,2", "run.name=two")[0] == code
-    record = read(tmp_path / "outputs/two/0")
-    assert (record["state"], record["exit_code"]) == (state, code)
-    assert not (tmp_path / "outputs/two/1/job.json").exists()
+        def launch(config: Config, error: BaseException = error, **_: object) -> int:
+            raise error
+
+        with record_launches(monkeypatch, tmp_path), pytest.MonkeyPatch.context() as patch:
+            patch.setattr(start_run, "launch", launch)
+            with contextlib.suppress(KeyError):
+                assert answer(monkeypatch, "-m", "seed=1,2", f"run.name=n{number}")[0] == code
+        sweep = tmp_path / f"outputs/n{number}"
+        record = read(sweep / "0")
+        assert (record["state"], record["exit_code"]) == ("failed", code)
+        assert not (sweep / "1/job.json").exists()
 
 
-@pytest.mark.parametrize(
-    ("text", "cause"),
-    [
-        ("Traceback:\n  File\nValueError: wrong\n", "ValueError: wrong"),
-        (
-            "Traceback (most recent call last):\n  File\n\nKeyError: 3\n\nDuring handling of\n\n"
-            "Traceback (most recent call last):\n  File\nRuntimeError: one\nand another line\n",
-            "RuntimeError: one",
+def test_the_cause_is_the_line_that_names_it() -> None:
+    for text, cause in {
+        "Traceback:\n  File\nValueError: wrong\n": "ValueError: wrong",
+        "Traceback (most recent call last):\n  File\n\nKeyError: 3\n\nDuring handling of\n\n"
+        "Traceback (most recent call last):\n  File\nRuntimeError: one\nand another line\n": (
+            "RuntimeError: one"
         ),
-        ("started\nerror: data.store: none\nother: text\n", "data.store: none"),
-        ("KeyError: 3\nsrun: error: node1: task 0: Exited with exit code 1\n", "KeyError: 3"),
-        ("srun: error: Unable to create step\n", "srun: error: Unable to create step"),
-        ("\n", None),
-    ],
-)
-def test_the_cause_is_the_line_that_names_it(text: str, cause: str | None) -> None:
-    assert failure_cause(text) == cause
+        "started\nerror: data.store: none\nother: text\n": "data.store: none",
+        "KeyError: 3\nsrun: error: node1: task 0: Exited with exit code 1\n": "KeyError: 3",
+        "srun: error: Unable to create step\n": "srun: error: Unable to create step",
+        "\n": None,
+    }.items():
+        assert failure_cause(text) == cause
 
 
-@pytest.mark.parametrize(
-    ("printed", "sent", "cause"),
-    [
+def test_a_killed_job_names_the_signal(tmp_path: Path) -> None:
+    for printed, sent, cause in (
         ("writes to  here", signal.SIGKILL, "killed by SIGKILL (out of memory?)"),
         ("writes to  here", 40, "killed by signal 40"),
         ("error: rank 1 was killed", signal.SIGKILL, "rank 1 was killed"),
-    ],
-)
-def test_a_killed_job_names_the_signal(tmp_path: Path, printed: str, sent: int, cause: str) -> None:
-    code = f"import os; print({printed!r}, flush=True); os.kill(os.getpid(), {sent:d})"
-    job = JobProcess(tmp_path, [sys.executable, "-I", "-S", "-c", code], {})
-    assert job.wait() == 128 + sent
-    assert (read(tmp_path)["state"], read(tmp_path)["cause"]) == ("failed", cause)
+    ):
+        code = f"import os; print({printed!r}, flush=True); os.kill(os.getpid(), {sent:d})"
+        job = JobProcess(tmp_path, [sys.executable, "-I", "-S", "-c", code], {})
+        assert job.wait() == 128 + sent
+        assert (read(tmp_path)["state"], read(tmp_path)["cause"]) == ("failed", cause)

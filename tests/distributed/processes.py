@@ -11,8 +11,6 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-import pytest
-
 from tests.ranks import TIMEOUT
 
 ROOT = Path(__file__).parents[2]
@@ -20,9 +18,9 @@ SOON = 60.0  # seconds; the promise is 10, on a machine that is not busy
 TORCHRUN = ["-m", "torch.distributed.run"]
 # Ranks of a 2 x 2 x 2 mesh, one along each axis, and their names in messages.
 VICTIMS = [
-    pytest.param(4, "rank 4 (pipeline 1, data 0, domain 0)", id="pipeline"),
-    pytest.param(2, "rank 2 (pipeline 0, data 1, domain 0)", id="data"),
-    pytest.param(1, "rank 1 (pipeline 0, data 0, domain 1)", id="domain"),
+    (4, "rank 4 (pipeline 1, data 0, domain 0)"),
+    (2, "rank 2 (pipeline 0, data 1, domain 0)"),
+    (1, "rank 1 (pipeline 0, data 0, domain 1)"),
 ]
 
 Programs = list[subprocess.Popen[str]]

@@ -2,7 +2,8 @@
 
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -24,30 +25,19 @@ def under(world: int, local: int | None = None) -> Launcher:
     return Launcher("torchrun", RankInfo(0, world, 0, local or world), "127.0.0.1", 1)
 
 
-@pytest.mark.parametrize(
-    ("gpus", "device", "domain", "data", "expected"),
-    [
+def test_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    for gpus, device, domain, data, expected in (
         (0, "auto", 3, None, ("cpu", 1)),
         (0, "auto", 1, 2, ("cpu", 2)),
         (8, "auto", 2, None, ("cuda", 4)),
         (8, "auto", 4, 1, ("cuda", 1)),
         (8, "cpu", 4, None, ("cpu", 1)),
         (5, "cuda", 2, None, ("cuda", 2)),
-    ],
-)
-def test_alone(
-    monkeypatch: pytest.MonkeyPatch,
-    gpus: int,
-    device: str,
-    domain: int,
-    data: int | None,
-    expected: tuple[str, int],
-) -> None:
-    monkeypatch.setattr(placement, "count_visible_gpus", lambda: gpus)
-    config = small_config("", domain, data)
-    config.device = device
-    found = placement.resolve_ranks(config, None)
-    assert (found.device, found.parallel.data) == expected
+    ):
+        monkeypatch.setattr(placement, "count_visible_gpus", lambda gpus=gpus: gpus)
+        config = replace(small_config("", domain, data), device=device)
+        found = placement.resolve_ranks(config, None)
+        assert (found.device, found.parallel.data) == expected, (gpus, device, domain, data)
 
 
 def test_torch_counts_gpus_only_where_there_can_be_any(monkeypatch, tmp_path) -> None:
@@ -67,9 +57,8 @@ def test_a_launchers_ranks_are_all_used(monkeypatch: pytest.MonkeyPatch) -> None
     assert placement.resolve_ranks(config, under(8, 4)).parallel.data == 4
 
 
-@pytest.mark.parametrize(
-    ("gpus", "device", "domain", "data", "launcher", "line"),
-    [
+def test_what_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    for gpus, device, domain, data, launcher, line in (
         (2, "auto", 4, None, None, "parallel.domain: 4 ranks on this machine need 4 GPUs"),
         (4, "cuda", 2, 3, None, "6 ranks on this machine need 6 GPUs"),
         (0, "cuda", 1, None, None, "device: needs a GPU"),
@@ -78,22 +67,11 @@ def test_a_launchers_ranks_are_all_used(monkeypatch: pytest.MonkeyPatch) -> None
         (0, "cpu", 3, None, under(2), "multiple of 3. Start 3 ranks"),
         (0, "cpu", 2, 1, under(4), "parallel.data: torchrun started 4 ranks"),
         (0, "cpu", 1, 3, None, "data.batch_size: needs a multiple of the 3 data ranks, got 4"),
-    ],
-)
-def test_what_does_not_fit(
-    monkeypatch: pytest.MonkeyPatch,
-    gpus: int,
-    device: str,
-    domain: int,
-    data: int | None,
-    launcher: Launcher | None,
-    line: str,
-) -> None:
-    monkeypatch.setattr(placement, "count_visible_gpus", lambda: gpus)
-    config = small_config("", domain, data)
-    config.device = device
-    with pytest.raises(UserError, match=line):
-        placement.resolve_ranks(config, launcher)
+    ):
+        monkeypatch.setattr(placement, "count_visible_gpus", lambda gpus=gpus: gpus)
+        config = replace(small_config("", domain, data), device=device)
+        with pytest.raises(UserError, match=line):
+            placement.resolve_ranks(config, launcher)
 
 
 def test_ranks_that_share_members_count() -> None:
@@ -118,40 +96,31 @@ def test_ranks_that_share_members_count() -> None:
     assert placement.mesh_text(config.parallel) == "pipeline 1 x data 2 x ensemble 3 x domain 2"
 
 
-@pytest.mark.parametrize(
-    ("threads", "environment", "expected"),
-    [
+def test_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(placement.os, "sched_getaffinity", lambda _: set(range(8)))
+    for threads, environment, expected in (
         (None, {}, 4),
         (3, {"OMP_NUM_THREADS": "7"}, 3),
         (None, {"OMP_NUM_THREADS": "7"}, 7),
         (None, {"OMP_NUM_THREADS": "1", "TORCHELASTIC_RUN_ID": "none"}, 4),
         (None, {"SLURM_CPUS_PER_TASK": "6", "SLURM_STEP_ID": "0"}, 6),
-    ],
-)
-def test_threads(
-    monkeypatch: pytest.MonkeyPatch,
-    threads: int | None,
-    environment: Mapping[str, str],
-    expected: int,
-) -> None:
-    monkeypatch.setattr(placement.os, "sched_getaffinity", lambda _: set(range(8)))
-    config = ParallelConfig(domain=2, threads=threads)
-    assert placement.threads_per_rank(config, RankInfo(0, 2, 0, 2), environment) == expected
+    ):
+        config = ParallelConfig(domain=2, threads=threads)
+        found = placement.threads_per_rank(config, RankInfo(0, 2, 0, 2), environment)
+        assert found == expected, (threads, environment)
 
 
-@pytest.mark.parametrize("given", [None, "3"])
-def test_a_run_leaves_the_environment_as_it_was(
-    monkeypatch: pytest.MonkeyPatch, given: str | None
-) -> None:
+def test_a_run_leaves_the_environment_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise a sweep's second run would take the first one's threads for a user's setting."""
     before = torch.get_num_threads()
     monkeypatch.delenv("OMP_NUM_THREADS")
-    if given is not None:
-        monkeypatch.setenv("OMP_NUM_THREADS", given)
     try:
-        with worker.limit_threads(2):
-            assert (os.environ["OMP_NUM_THREADS"], torch.get_num_threads()) == ("2", 2)
-        assert os.environ.get("OMP_NUM_THREADS") == given
+        for given in (None, "3"):
+            if given is not None:
+                monkeypatch.setenv("OMP_NUM_THREADS", given)
+            with worker.limit_threads(2):
+                assert (os.environ["OMP_NUM_THREADS"], torch.get_num_threads()) == ("2", 2)
+            assert os.environ.get("OMP_NUM_THREADS") == given
     finally:
         torch.set_num_threads(before)
 
@@ -163,19 +132,17 @@ def test_settings_of_fsdp2_need_data_ranks() -> None:
         placement.resolve_ranks(config, None)
 
 
-@pytest.mark.parametrize("visible", [4, 1])
 def test_ranks_see_all_gpus_of_the_node_or_only_their_own(
-    monkeypatch: pytest.MonkeyPatch, visible: int
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """With `srun --gpus-per-task=1` each of four ranks sees one GPU, as number 0."""
-    monkeypatch.setattr(placement, "count_visible_gpus", lambda: visible)
-    config = small_config("", 2)
-    config.device = "auto"
-    found = placement.resolve_ranks(config, under(8, 4))
-    assert (found.device, found.parallel.data) == ("cuda", 4)
+    config = replace(small_config("", 2), device="auto")
     ranks = [RankInfo(rank, 8, rank % 4, 4, rank // 4) for rank in range(8)]
-    expected = [0, 1, 2, 3] * 2 if visible == 4 else [0] * 8
-    assert [placement.gpu_index(found.parallel, rank) for rank in ranks] == expected
+    for visible, expected in ((4, [0, 1, 2, 3] * 2), (1, [0] * 8)):
+        monkeypatch.setattr(placement, "count_visible_gpus", lambda visible=visible: visible)
+        found = placement.resolve_ranks(config, under(8, 4))
+        assert (found.device, found.parallel.data) == ("cuda", 4)
+        assert [placement.gpu_index(found.parallel, rank) for rank in ranks] == expected
 
 
 def test_two_ranks_with_one_gpu_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,12 +31,9 @@ from tests.distributed.processes import (
     voices,
 )
 from tests.distributed.rank_functions import connections
+from tests.tier_cases import tiers
 
 RANKS = 4  # of a launcher
-ONE_QUICKLY = [
-    VICTIMS[0],
-    *(pytest.param(*v.values, id=v.id, marks=pytest.mark.slow) for v in VICTIMS[1:]),
-]
 
 
 @contextmanager
@@ -117,8 +114,14 @@ def srun(folder: Path, environment: dict[str, str], function: Sequence[str] = FA
     return [start([], folder, {**environment, **step, **place}, function) for place in places]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("victim", "name"), ONE_QUICKLY)
+LAUNCHERS: dict[str, Callable[..., Programs]] = {
+    "torchrun": one_machine,
+    "two agents": two_machines,
+    "srun": srun,
+}
+
+
+@pytest.mark.parametrize(("victim", "name"), tiers([], VICTIMS[:1], VICTIMS[1:]))
 def test_a_killed_rank_ends_all_that_we_started(tmp_path: Path, victim: int, name: str) -> None:
     with failing(tmp_path, victim, "kill") as environment:
         program = begin("step_until_one_fails", tmp_path, 2, 2, 2, **environment)
@@ -127,7 +130,7 @@ def test_a_killed_rank_ends_all_that_we_started(tmp_path: Path, victim: int, nam
     assert (code, said) == (1, line)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_rank_that_raises_shows_one_traceback(tmp_path: Path) -> None:
     with failing(tmp_path, 5, "raise") as environment:
         program = begin("step_until_one_fails", tmp_path, 2, 2, 2, **environment)
@@ -138,37 +141,35 @@ def test_a_rank_that_raises_shows_one_traceback(tmp_path: Path) -> None:
     assert said.count("Traceback") == 1
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("launcher", "mesh", "victim", "place"),
-    [
-        (one_machine, BANDS_AND_SAMPLES, 2, "pipeline 0, data 1, domain 0"),
-        (two_machines, BANDS_AND_STAGES, 2, "pipeline 1, data 0, domain 0"),
-        (srun, BANDS_AND_STAGES, 0, "pipeline 0, data 0, domain 0"),
-    ],
-    ids=["torchrun", "two agents", "srun"],
+    tiers(
+        [],
+        [("two agents", BANDS_AND_STAGES, 2, "pipeline 1, data 0, domain 0")],
+        [
+            ("torchrun", BANDS_AND_SAMPLES, 2, "pipeline 0, data 1, domain 0"),
+            ("srun", BANDS_AND_STAGES, 0, "pipeline 0, data 0, domain 0"),
+        ],
+    ),
 )
 def test_a_killed_rank_ends_a_launchers_ranks(
-    tmp_path: Path, launcher: Callable[..., Programs], mesh: Sequence[str], victim: int, place: str
+    tmp_path: Path, launcher: str, mesh: Sequence[str], victim: int, place: str
 ) -> None:
     """The ranks agree on who says it, also where the one that kept the store was killed."""
     with failing(tmp_path, victim, "kill") as environment:
-        results = ends(launcher(tmp_path, environment, ("step_until_one_fails", *mesh)))
+        results = ends(LAUNCHERS[launcher](tmp_path, environment, ("step_until_one_fails", *mesh)))
     assert all(code != 0 for code, _ in results)
     [said] = voices("\n".join(text for _, text in results))
     assert said.startswith(f"error: rank {victim} ({place}) ended without a message")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("launcher", [one_machine, srun])
-def test_a_killed_rank_ends_ranks_that_notice_nothing(
-    tmp_path: Path, launcher: Callable[..., Programs]
-) -> None:
+@pytest.mark.parametrize("launcher", tiers([], [("torchrun",)], [("srun",)]))
+def test_a_killed_rank_ends_ranks_that_notice_nothing(tmp_path: Path, launcher: str) -> None:
     """As ranks on GPUs, which wait for ever; to them, torchrun's SIGTERM asks for a checkpoint."""
-    folder = tmp_path if launcher is srun else tmp_path / "of-rank-0"
+    folder = tmp_path if launcher == "srun" else tmp_path / "of-rank-0"
     folder.mkdir(exist_ok=True)
     environment = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    programs = launcher(tmp_path, environment, ("train_for_ever", *BANDS_AND_STAGES))
+    programs = LAUNCHERS[launcher](tmp_path, environment, ("train_for_ever", *BANDS_AND_STAGES))
     files = [folder / f"pid{rank}" for rank in range(RANKS)]
     until(lambda: all(file.exists() and file.read_text() for file in files))
     pids = [int(file.read_text()) for file in files]
@@ -197,27 +198,26 @@ def test_rank_0_is_killed_before_all_ranks_have_met(tmp_path: Path) -> None:
     assert said.startswith("error: rank 0 (pipeline 0, data 0, domain 0) ended, or its machine")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("launcher", "victim", "place"),
-    [
-        (two_machines, 3, "pipeline 1, data 0, domain 1"),
-        pytest.param(srun, 0, "pipeline 0, data 0, domain 0", id="the rank that keeps the store"),
-    ],
+    tiers(
+        [],
+        [("srun", 0, "pipeline 0, data 0, domain 0")],  # the rank that keeps the store
+        [("two agents", 3, "pipeline 1, data 0, domain 1")],
+    ),
 )
 def test_a_rank_that_raises_speaks_for_a_launchers_ranks(
-    tmp_path: Path, launcher: Callable[[Path, dict[str, str]], Programs], victim: int, place: str
+    tmp_path: Path, launcher: str, victim: int, place: str
 ) -> None:
     with failing(tmp_path, victim, "raise") as environment:
-        results = ends(launcher(tmp_path, environment))
+        results = ends(LAUNCHERS[launcher](tmp_path, environment))
     assert all(code != 0 for code, _ in results)
     said = "\n".join(text for _, text in results)
     assert voices(said) == [f"rank {victim} ({place}) failed:"]
     assert said.count("RuntimeError: a mistake of ours") == 1
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("sent", "said"), [(signal.SIGTERM, 0), (signal.SIGINT, 1)])
+@pytest.mark.parametrize(("sent", "said"), tiers([], [(signal.SIGINT, 1)], [(signal.SIGTERM, 0)]))
 def test_a_stopped_launcher_ends_ranks_that_wait_in_a_collective(
     tmp_path: Path, sent: signal.Signals, said: int
 ) -> None:
@@ -245,22 +245,23 @@ def training(folder: Path, begin: Callable[[Path, dict[str, str]], Programs]) ->
     return programs
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("launcher", "sent", "to"),
-    [
-        pytest.param(one_machine, signal.SIGTERM, "launcher", id="torchrun"),
-        pytest.param(two_machines, signal.SIGUSR1, "rank", id="a rank of two agents"),
-        pytest.param(srun, signal.SIGTERM, "launcher", id="srun"),
-    ],
+    tiers(
+        [],
+        [("srun", signal.SIGTERM, "launcher")],
+        [("torchrun", signal.SIGTERM, "launcher"), ("two agents", signal.SIGUSR1, "rank")],
+    ),
 )
 def test_a_launchers_ranks_that_train_stop_after_the_same_step(
     tmp_path: Path,
-    launcher: Callable[..., Programs],
+    launcher: str,
     sent: signal.Signals,
     to: str,
 ) -> None:
-    programs = training(tmp_path, partial(launcher, function=("train", *BANDS_AND_STAGES)))
+    programs = training(
+        tmp_path, partial(LAUNCHERS[launcher], function=("train", *BANDS_AND_STAGES))
+    )
     seen = tmp_path / "seen"
     if to == "rank":
         os.kill(int((seen / "pid3").read_text()), sent)
@@ -269,7 +270,7 @@ def test_a_launchers_ranks_that_train_stop_after_the_same_step(
             program.send_signal(sent)
     results = ends(programs)
     assert all(code != 0 for code, _ in results)
-    if launcher is srun:
+    if launcher == "srun":
         assert {code for code, _ in results} == {EXIT_PREEMPTED}
     steps = [path.read_text() for path in seen.glob("steps*")]
     assert len(steps) == RANKS

@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.distributed.processes import ROOT, TORCHRUN, ends, free_port
-
-pytestmark = pytest.mark.slow
+from tests.tier_cases import tiers
 
 RANKS = 2
 SMALL = ["model.channels=[4,8]", "model.groups=4"]
@@ -69,7 +68,7 @@ def of_srun(rank: int) -> dict[str, str]:
     }
 
 
-@pytest.mark.parametrize("launcher", ["python", "torchrun", "srun"])
+@pytest.mark.parametrize("launcher", tiers([], [("python",), ("torchrun",)], [("srun",)]))
 def test_a_model_trains_and_forecasts(launcher: str, tmp_path: Path) -> None:
     compiling = [f"compile={str(launcher == 'python').lower()}"]  # it takes a minute a process
     run(launcher, [*TRAIN, *compiling, "run.dir=run"], tmp_path)

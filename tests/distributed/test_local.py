@@ -28,6 +28,7 @@ from tests.distributed.processes import (
     voices,
 )
 from tests.ranks import TIMEOUT
+from tests.tier_cases import tiers
 
 
 @pytest.fixture(autouse=True)
@@ -45,7 +46,7 @@ def short_folder() -> Iterator[Path]:
         yield Path(name)
 
 
-@pytest.mark.parametrize(("domain", "data"), [(1, 0), (2, 2)])
+@pytest.mark.parametrize(("domain", "data"), tiers([(2, 2)], [(1, 0)]))
 def test_all_ranks_meet(
     tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, domain: int, data: int
 ) -> None:
@@ -59,6 +60,7 @@ def test_all_ranks_meet(
     assert [p.read_text() for p in sorted(tmp_path.iterdir())] == [expected] * world
 
 
+@pytest.mark.slow
 def test_a_crash_is_one_traceback(tmp_path: Path) -> None:
     code, _, err = finish(begin("crash", tmp_path))
     assert code == 1
@@ -73,7 +75,7 @@ def test_a_mistake_of_the_user_is_one_line(tmp_path: Path) -> None:
     assert (code, err) == (2, "error: data.store: needs a store, got none\n")
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_killed_rank_is_named(tmp_path: Path) -> None:
     code, _, err = finish(begin("be_killed", tmp_path))
     assert code == 1
@@ -81,25 +83,18 @@ def test_a_killed_rank_is_named(tmp_path: Path) -> None:
     assert err.count("\n") == 1
 
 
-@pytest.mark.slow
-def test_a_rank_killed_from_outside_ends_the_run(tmp_path: Path) -> None:
-    process, pids = hanging(tmp_path)
-    os.kill(pids[0], signal.SIGKILL)
-    code, _, err = finish(process)
-    assert code == 1
-    assert err.startswith("error: rank 0 (pipeline 0, data 0, domain 0) was killed by SIGKILL")
-    assert all(gone(pid) for pid in pids)
-
-
 @pytest.mark.parametrize(
     ("ranks", "sent", "name"),
-    [
-        (3, signal.SIGABRT, "SIGABRT"),
-        pytest.param(2, signal.SIGABRT, "SIGABRT", marks=pytest.mark.slow),
-        pytest.param(3, signal.SIGSEGV, "SIGSEGV", marks=pytest.mark.slow),
-        pytest.param(2, signal.SIGRTMIN, "SIGRTMIN", marks=pytest.mark.slow),
-        pytest.param(3, 40, "signal 40", marks=pytest.mark.slow),
-    ],
+    tiers(
+        [(3, signal.SIGABRT, "SIGABRT")],
+        [(2, signal.SIGKILL, "SIGKILL (out of memory?)")],
+        [
+            (2, signal.SIGABRT, "SIGABRT"),
+            (3, signal.SIGSEGV, "SIGSEGV"),
+            (2, signal.SIGRTMIN, "SIGRTMIN"),
+            (3, 40, "signal 40"),
+        ],
+    ),
 )
 def test_a_rank_that_a_signal_ends_is_named_and_no_other(
     tmp_path: Path, ranks: int, sent: int, name: str
@@ -109,86 +104,75 @@ def test_a_rank_that_a_signal_ends_is_named_and_no_other(
     os.kill(pids[1], sent)
     line = f"error: rank 1 (pipeline 0, data 0, domain 1) was killed by {name}; the other ranks "
     assert finish(process) == (1, "", f"{line}were stopped\n")
+    assert all(gone(pid) for pid in pids)
 
 
 def failed(rank: int, kind: str = "crashed") -> RankOutcome:
     return RankOutcome(rank, kind, 1, "Traceback", time=rank)
 
 
-@pytest.mark.parametrize(
-    ("outcomes", "exit_codes", "aborts", "line"),
-    [
-        pytest.param(
-            [None, None, None],
-            [(2, -signal.SIGABRT), (1, -signal.SIGKILL), (0, -signal.SIGABRT)],
-            {2: 5, 0: 6},
-            "error: rank 1 (pipeline 0, data 0, domain 1) was killed by SIGKILL",
-            id="killed before aborted",
-        ),
-        pytest.param(
-            [None, None, None],
-            [(2, -signal.SIGSEGV), (0, -signal.SIGKILL)],
-            {2: 5},
-            "error: rank 2 (pipeline 0, data 0, domain 2) was killed by SIGSEGV",
-            id="in the order of time",
-        ),
-        pytest.param(
-            [None, None, None],
-            [(0, -signal.SIGABRT), (1, -signal.SIGABRT)],
-            {0: 6, 1: 5},
-            "error: rank 1 (pipeline 0, data 0, domain 1) was killed by SIGABRT",
-            id="the first abort",
-        ),
-        pytest.param(
-            [None, failed(1), failed(2)],
-            [(0, -signal.SIGABRT), (2, 1), (1, 1)],
-            {0: 2},
-            "rank 1 (pipeline 0, data 0, domain 1) failed:",
-            id="an error before an abort",
-        ),
-        pytest.param(
-            [None, failed(1), failed(2)],
-            [(2, 1), (1, 1), (0, -signal.SIGABRT)],
-            {0: 0},
-            "error: rank 0 (pipeline 0, data 0, domain 0) was killed by SIGABRT",
-            id="an abort before errors",
-        ),
-        pytest.param(
-            [None, None, None],
-            [(2, 255), (0, 255)],
-            {},
-            "error: the process that ranks are forked from ended (killed?)",
-            id="the fork server",
-        ),
-    ],
-)
+CAUSES = {
+    "killed before aborted": (
+        [None, None, None],
+        [(2, -signal.SIGABRT), (1, -signal.SIGKILL), (0, -signal.SIGABRT)],
+        {2: 5, 0: 6},
+        "error: rank 1 (pipeline 0, data 0, domain 1) was killed by SIGKILL",
+    ),
+    "in the order of time": (
+        [None, None, None],
+        [(2, -signal.SIGSEGV), (0, -signal.SIGKILL)],
+        {2: 5},
+        "error: rank 2 (pipeline 0, data 0, domain 2) was killed by SIGSEGV",
+    ),
+    "the first abort": (
+        [None, None, None],
+        [(0, -signal.SIGABRT), (1, -signal.SIGABRT)],
+        {0: 6, 1: 5},
+        "error: rank 1 (pipeline 0, data 0, domain 1) was killed by SIGABRT",
+    ),
+    "an error before an abort": (
+        [None, failed(1), failed(2)],
+        [(0, -signal.SIGABRT), (2, 1), (1, 1)],
+        {0: 2},
+        "rank 1 (pipeline 0, data 0, domain 1) failed:",
+    ),
+    "an abort before errors": (
+        [None, failed(1), failed(2)],
+        [(2, 1), (1, 1), (0, -signal.SIGABRT)],
+        {0: 0},
+        "error: rank 0 (pipeline 0, data 0, domain 0) was killed by SIGABRT",
+    ),
+    "the fork server": (
+        [None, None, None],
+        [(2, 255), (0, 255)],
+        {},
+        "error: the process that ranks are forked from ended (killed?)",
+    ),
+}
+
+
 def test_the_cause_is_reported_and_not_its_consequences(
-    outcomes: list[RankOutcome | None],
-    exit_codes: list[tuple[int, int]],
-    aborts: dict[int, int],
-    line: str,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    assert report_failure(outcomes, exit_codes, aborts, ParallelConfig(domain=3)) == 1
-    message = capfd.readouterr().err
-    assert message.startswith(line)
-    assert len(voices(message)) == 1
+    for name, (outcomes, exit_codes, aborts, line) in CAUSES.items():
+        assert report_failure(outcomes, exit_codes, aborts, ParallelConfig(domain=3)) == 1
+        message = capfd.readouterr().err
+        assert message.startswith(line), name
+        assert len(voices(message)) == 1, name
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_an_exit_code_of_its_own_is_passed_on(tmp_path: Path) -> None:
     assert finish(begin("fail_check", tmp_path)) == (1, "", "")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("sent", "code", "said"),
-    [
-        (signal.SIGINT, 130, "\ninterrupted\n"),
-        (signal.SIGTERM, 143, ""),
-        (signal.SIGUSR1, EXIT_PREEMPTED, ""),
-        (signal.SIGHUP, 129, ""),
-    ],
+    tiers(
+        [],
+        [(signal.SIGINT, 130, "\ninterrupted\n"), (signal.SIGTERM, 143, "")],
+        [(signal.SIGUSR1, EXIT_PREEMPTED, ""), (signal.SIGHUP, 129, "")],
+    ),
 )
 def test_signals_end_all_ranks_that_do_not_train(
     tmp_path: Path, sent: signal.Signals, code: int, said: str
@@ -199,9 +183,9 @@ def test_signals_end_all_ranks_that_do_not_train(
     assert all(gone(pid) for pid in pids)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("sent", "ranks"), [(signal.SIGTERM, 1), (signal.SIGTERM, 2), (signal.SIGUSR1, 2)]
+    ("sent", "ranks"),
+    tiers([], [(signal.SIGTERM, 2)], [(signal.SIGTERM, 1), (signal.SIGUSR1, 2)]),
 )
 def test_ranks_that_train_stop_after_the_same_step(
     tmp_path: Path, sent: signal.Signals, ranks: int
@@ -215,8 +199,7 @@ def test_ranks_that_train_stop_after_the_same_step(
     assert re.match(rf"{sent.name}: stopped after step \d+, which is saved in here; ", lines.pop())
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", tiers([], [(2,)], [(1,)]))
 def test_ranks_go_on_if_nobody_reads_what_they_say(tmp_path: Path, ranks: int) -> None:
     process, _ = hanging(tmp_path, "train_and_show", ranks)
     assert process.stdout is not None
@@ -228,8 +211,7 @@ def test_ranks_go_on_if_nobody_reads_what_they_say(tmp_path: Path, ranks: int) -
     process.stderr.close()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", tiers([], [(2,)], [(1,)]))
 def test_ranks_stop_after_a_step_if_the_terminal_is_lost(tmp_path: Path, ranks: int) -> None:
     """They can't write to it any more. The kernel sends SIGHUP."""
     program = ["-m", "tests.distributed.launch_program", "train_and_show", str(ranks), "0", "1"]
@@ -243,8 +225,7 @@ def test_ranks_stop_after_a_step_if_the_terminal_is_lost(tmp_path: Path, ranks: 
     assert len({(tmp_path / f"steps{rank}").read_text() for rank in range(ranks)}) == 1
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", tiers([], [(2,)], [(1,)]))
 def test_nohup_holds_for_the_ranks(tmp_path: Path, ranks: int) -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # which programs inherit
     try:
@@ -273,8 +254,9 @@ def test_a_fork_server_that_is_killed_at_the_start_is_one_line(
     assert finish(process) == (1, "", f"error: {line}\n")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP])
+@pytest.mark.parametrize(
+    "sent", tiers([], [(signal.SIGUSR1,)], [(signal.SIGTERM,), (signal.SIGHUP,)])
+)
 def test_a_signal_to_all_processes_at_once_is_one(tmp_path: Path, sent: signal.Signals) -> None:
     """Job queues signal all processes, and the program that started the ranks forwards it, too."""
     process, pids = hanging(tmp_path, "train")
@@ -284,8 +266,7 @@ def test_a_signal_to_all_processes_at_once_is_one(tmp_path: Path, sent: signal.S
     assert finish(process) == (EXIT_PREEMPTED, "", "")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", tiers([], [(2,)], [(1,)]))
 def test_sigterm_again_ends_ranks_that_train(tmp_path: Path, ranks: int) -> None:
     process, pids = hanging(tmp_path, "train_for_ever", ranks)
     process.send_signal(signal.SIGTERM)
@@ -297,7 +278,7 @@ def test_sigterm_again_ends_ranks_that_train(tmp_path: Path, ranks: int) -> None
     assert all(gone(pid) for pid in pids)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_ranks_do_not_outlive_a_killed_parent(tmp_path: Path) -> None:
     process, pids = hanging(tmp_path)
     process.kill()

@@ -8,13 +8,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 
 import pytest
 
 from tests.distributed.processes import ROOT, SOON, Programs, until
 from tests.ranks import TIMEOUT
+from tests.tier_cases import tiers
 
 GROUP_SECONDS = 10  # a collective's; 10 minutes in a run
 INTERFACE = "veth0"
@@ -99,6 +99,11 @@ def freeze(node: int, nodes: list[str], programs: Programs) -> None:
     programs[node].send_signal(signal.SIGSTOP)
 
 
+LOSSES: dict[str, Callable[[int, list[str], Programs], None]] = {
+    "link": take_link_down,
+    "power": power_off,
+    "frozen": freeze,
+}
 RANK_0 = (
     r"rank 0 \(pipeline 0, data 0, domain 0\) ended, or its machine or the network to it was lost"
 )
@@ -108,32 +113,34 @@ RANK_1 = (
 )
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("lose", "surviving"),
-    [
-        (partial(take_link_down, 0), (0, 1)),
-        (partial(take_link_down, 1), (0, 1)),
-        (partial(power_off, 0), (1,)),
-        (partial(power_off, 1), (0,)),
-        (partial(freeze, 0), (1,)),
-        (partial(freeze, 1), (0,)),
-    ],
-    ids=["link 0", "link 1", "power 0", "power 1", "frozen 0", "frozen 1"],
+    ("loss", "node", "surviving"),
+    tiers(
+        [],
+        [("power", 0, (1,))],
+        [
+            ("link", 0, (0, 1)),
+            ("link", 1, (0, 1)),
+            ("power", 1, (0,)),
+            ("frozen", 0, (1,)),
+            ("frozen", 1, (0,)),
+        ],
+    ),
 )
 def test_each_node_that_is_left_says_in_one_line_what_was_lost(
     nodes: list[str],
     programs: Programs,
-    lose: Callable[[list[str], Programs], None],
+    loss: str,
+    node: int,
     surviving: tuple[int, ...],
 ) -> None:
-    lose(nodes, programs)
+    LOSSES[loss](node, nodes, programs)
     lost = time.monotonic()
-    for node in surviving:
-        _, said = programs[node].communicate(timeout=TIMEOUT)
+    for left in surviving:
+        _, said = programs[left].communicate(timeout=TIMEOUT)
         assert time.monotonic() - lost < GROUP_SECONDS + SOON
-        assert programs[node].returncode == 1, said
+        assert programs[left].returncode == 1, said
         lines = [line for line in said.splitlines() if " WARNING " not in line]
         assert len(lines) == 1, said
-        line = rf"error: {(RANK_1, RANK_0)[node]}; all ranks were stopped\. .*resume=auto"
+        line = rf"error: {(RANK_1, RANK_0)[left]}; all ranks were stopped\. .*resume=auto"
         assert re.match(line, lines[0]), said

@@ -34,8 +34,7 @@ from tests.distributed.processes import (
     until,
     voices,
 )
-
-pytestmark = pytest.mark.slow
+from tests.tier_cases import tiers
 
 LONG_PATIENCE = 1200.0  # seconds; on a busy machine 24 ranks take minutes to start
 
@@ -105,7 +104,7 @@ def run(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Run]:
 
 @pytest.mark.parametrize(
     ("victim", "run"),
-    [("rank 0", "0"), ("rank 3", "0"), ("agent", "1"), ("rank 0", "1")],
+    tiers([], [("agent", "1")], [("rank 0", "0"), ("rank 3", "0"), ("rank 0", "1")]),
     indirect=["run"],
 )
 def test_whatever_is_killed_ends_all_ranks_with_one_line(run: Run, victim: str) -> None:
@@ -128,7 +127,7 @@ def test_whatever_is_killed_ends_all_ranks_with_one_line(run: Run, victim: str) 
     assert all(re.match(line, each) for each in spoken), output
 
 
-@pytest.mark.parametrize(("size", "per_node"), [(6, 2), (3, 1)])
+@pytest.mark.parametrize(("size", "per_node"), tiers([], [(3, 1)], [(6, 2)]))
 def test_rank_0_is_named_though_the_others_wait_for_each_other(
     tmp_path: Path, size: int, per_node: int
 ) -> None:
@@ -156,7 +155,7 @@ def counts(folder: Path, ranks: int) -> list[dict[str, int]]:
 
 @pytest.mark.parametrize(
     ("size", "per_node", "agent"),
-    [(4, 2, "0"), (9, 3, "0"), (12, 3, "0"), (12, 12, "0"), (9, 3, "1")],
+    tiers([], [(4, 2, "0")], [(9, 3, "0"), (12, 3, "0"), (12, 12, "0"), (9, 3, "1")]),
 )
 def test_connections_are_those_that_are_counted_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int, per_node: int, agent: str
@@ -183,6 +182,7 @@ def test_connections_are_those_that_are_counted_on(
     assert min(rest) >= 15  # for the files that training reads and writes at once
 
 
+@pytest.mark.exhaustive
 def test_agents_of_torchrun_serve_the_store(tmp_path: Path) -> None:
     """Four agents, each of which stands for a node; one has the connections of all ranks."""
     nodes, per_node = 4, 2
@@ -224,6 +224,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("cache")
 
 
+@pytest.mark.exhaustive
 def test_24_ranks_train_and_save_with_the_files_that_they_need(tmp_path: Path, cache: Path) -> None:
     """On four nodes, over gloo; with one fewer they are refused before they meet."""
     keys = ["experiment=fast", "device=cpu", "trainer.steps=1", "data.batch_size=24"]

@@ -113,20 +113,18 @@ def end(action: Callable[[], object]) -> None:
         action()
 
 
-@pytest.mark.parametrize(
-    ("rank", "advice", "text"),
-    [
+def test_ctrl_c_of_a_launchers_ranks_is_answered_once_with_how_to_continue(
+    codes: list[int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    for rank, advice, text in (
         (0, "the last checkpoint is A", "\ninterrupted\nthe last checkpoint is A\n"),
         (0, "", "\ninterrupted\n"),
         (1, "the last checkpoint is A", ""),
-    ],
-)
-def test_ctrl_c_of_a_launchers_ranks_is_answered_once_with_how_to_continue(
-    codes: list[int], capsys: pytest.CaptureFixture[str], rank: int, advice: str, text: str
-) -> None:
-    monitor = PeerMonitor(RankInfo(rank, 2), ParallelConfig(domain=2), lambda: advice)
-    end(partial(monitor.stop, signal.SIGINT))
-    assert (codes, capsys.readouterr().err) == ([130], text)
+    ):
+        told = partial(str, advice)
+        monitor = PeerMonitor(RankInfo(rank, 2), ParallelConfig(domain=2), told)
+        end(partial(monitor.stop, signal.SIGINT))
+        assert (codes.pop(), capsys.readouterr().err) == (130, text)
 
 
 def test_a_process_that_ends_while_it_is_looked_at_has_ended(
@@ -165,14 +163,15 @@ def test_ranks_killed_together_are_counted(capfd: pytest.CaptureFixture[str]) ->
     assert message == KILLED.replace("?);", "?), and so did 2 others;")
 
 
-@pytest.mark.parametrize("per_node", [4, 2])
 def test_a_rank_reports_its_own_failure_once(
-    per_node: int, codes: list[int], capfd: pytest.CaptureFixture[str]
+    codes: list[int], capfd: pytest.CaptureFixture[str]
 ) -> None:
-    store = HashStore()
-    for rank in (3, 0):
-        end(partial(monitor_of(rank, store, per_node=per_node).fail, 1, OWN))
-    assert (codes, capfd.readouterr().err) == ([1, 1], OWN_LINE)
+    for per_node in (4, 2):
+        store = HashStore()
+        for rank in (3, 0):
+            end(partial(monitor_of(rank, store, per_node=per_node).fail, 1, OWN))
+        assert capfd.readouterr().err == OWN_LINE, per_node
+    assert codes == [1] * 4
 
 
 def test_ranks_that_a_signal_ends_are_not_named(
@@ -235,17 +234,15 @@ def test_a_rank_leaves_when_the_others_can_know() -> None:
     assert first.ended_ranks() == []
 
 
-@pytest.mark.parametrize("number", [None, signal.SIGTERM], ids=["noticed", "told by torchrun"])
 def test_a_finished_rank_names_the_one_that_is_killed_before_its_end(
-    codes: list[int], capfd: pytest.CaptureFixture[str], number: int | None
+    codes: list[int], capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """It would wait for the killed rank in vain; torchrun does not know the mesh."""
-    store = HashStore()
-    monitor = monitor_of(1, store, 0)
-    monitor.finished = True
-    end(monitor.watch if number is None else partial(monitor.stop, number))
-    assert capfd.readouterr().err == KILLED
-    assert codes == [1 if number is None else 143]
+    """It would wait for the killed rank in vain; torchrun, which may tell it, knows no mesh."""
+    for told, code in ((False, 1), (True, 143)):
+        monitor = monitor_of(1, HashStore(), 0)
+        monitor.finished = True
+        end(partial(monitor.stop, signal.SIGTERM) if told else monitor.watch)
+        assert (codes.pop(), capfd.readouterr().err) == (code, KILLED)
 
 
 def test_no_thread_is_in_a_call_of_torch_when_a_rank_leaves(codes: list[int]) -> None:
@@ -303,13 +300,8 @@ def test_a_signal_ends_a_rank_though_the_store_does_not_answer(
     assert codes[0] == 143
 
 
-@pytest.mark.parametrize(("rank", "line"), [(2, f"{RANK_0}, {LOST}"), (3, "")])
 def test_one_rank_of_a_machine_says_that_the_store_does_not_answer(
-    codes: list[int],
-    capfd: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    rank: int,
-    line: str,
+    codes: list[int], capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As where the link to rank 0's machine is down: its own collective has failed, after long."""
     answered = threading.Event()
@@ -321,16 +313,15 @@ def test_one_rank_of_a_machine_says_that_the_store_does_not_answer(
 
     monkeypatch.setattr(peer_monitor, "REPORTING_SECONDS", 0.2)
     monkeypatch.setattr(os, "_exit", lambda code: (codes.append(code), answered.set()))
-    end(partial(monitor_of(rank, SilentStore(), per_node=2).fail, 1, OWN))
-    assert codes[0] == 1
-    assert capfd.readouterr().err == line
+    for rank, line in ((2, f"{RANK_0}, {LOST}"), (3, "")):
+        answered.clear()
+        end(partial(monitor_of(rank, SilentStore(), per_node=2).fail, 1, OWN))
+        assert (codes[0], capfd.readouterr().err) == (1, line)
+        codes.clear()
 
 
-@pytest.mark.parametrize("answering", [(2, 3), (3,), ()])
 def test_a_rank_whose_collective_failed_names_those_that_cannot_be_reached(
-    answering: tuple[int, ...],
-    capfd: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All that can be reached answer, as where one of them hangs: then the traceback helps."""
     monkeypatch.setattr(peer_monitor, "ANSWER_SECONDS", 0.2)
@@ -338,20 +329,23 @@ def test_a_rank_whose_collective_failed_names_those_that_cannot_be_reached(
     class AnsweredStore(HashStore):
         """A store in which other ranks answer as soon as they are told of the end."""
 
+        answering: tuple[int, ...]
+
         def set(self, key: str, value: str) -> None:
             super().set(key, value)
-            for rank in answering if key == END_KEY else ():
+            for rank in self.answering if key == END_KEY else ():
                 end(monitor_of(rank, self, per_node=2).watch)
 
-    end(partial(monitor_of(0, AnsweredStore(), per_node=2).fail, 1, OWN, in_collective=True))
-    lines = {
+    silent = "error: rank 2 (pipeline 0, data 0, domain 2) gave no answer"
+    for answering, line in {
         (2, 3): OWN_LINE,
-        (3,): "error: rank 2 (pipeline 0, data 0, domain 2) gave no answer: its process, "
-        + LOST[3:],
-        (): "error: rank 2 (pipeline 0, data 0, domain 2) gave no answer, nor did 1 other: "
-        "its process, " + LOST[3:],
-    }
-    assert capfd.readouterr().err == lines[answering]
+        (3,): f"{silent}: its process, {LOST[3:]}",
+        (): f"{silent}, nor did 1 other: its process, {LOST[3:]}",
+    }.items():
+        store = AnsweredStore()
+        store.answering = answering
+        end(partial(monitor_of(0, store, per_node=2).fail, 1, OWN, in_collective=True))
+        assert capfd.readouterr().err == line
 
 
 def test_the_loss_of_the_store_under_torchrun(

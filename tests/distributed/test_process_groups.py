@@ -47,6 +47,7 @@ from credit_dp.errors import UserError
 from credit_dp.training.forward_backward import new_stage_group
 from tests.distributed.processes import begin, finish
 from tests.ranks import on_processes
+from tests.tier_cases import tiers
 
 WORLD = 1024
 
@@ -128,9 +129,8 @@ def alone_works(manager: DomainParallelManager) -> None:
     assert values[0] == sum(range(distributed.get_world_size()))
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_a_group_of_one_rank_opens_nothing(ranks: int) -> None:
-    on_processes(ranks, alone_works)
+def test_a_group_of_one_rank_opens_nothing() -> None:
+    on_processes(3, alone_works)
 
 
 def alone_in_another_torch(manager: DomainParallelManager) -> float:
@@ -145,7 +145,7 @@ def alone_in_another_torch(manager: DomainParallelManager) -> float:
 
 
 def test_a_torch_that_does_not_share_its_devices_makes_new_ones() -> None:
-    assert on_processes(2, alone_in_another_torch) == [1, 2]
+    assert on_processes(3, alone_in_another_torch) == [1, 2, 3]
 
 
 def gathered(manager: DomainParallelManager, late: bool) -> tuple[list[Any], list[int]]:
@@ -185,8 +185,14 @@ def open_descriptors() -> set[str]:
     return links
 
 
-@pytest.mark.parametrize("late", [True, False])
-@pytest.mark.parametrize("ranks", [2, 3, 4, 7])
+@pytest.mark.parametrize(
+    ("ranks", "late"),
+    tiers(
+        [(3, True), (3, False)],
+        [(7, True)],
+        [(7, False), (2, True), (2, False), (4, True), (4, False)],
+    ),
+)
 def test_rank_0_gathers_over_few_connections(ranks: int, late: bool) -> None:
     found = on_processes(ranks, gathered, late)
     expected = [f"of rank {rank}" * (1 + rank * 1000) for rank in range(ranks)]
@@ -222,7 +228,7 @@ def test_a_refusal_in_the_background_reaches_rank_0() -> None:
 def both_threads_communicate(manager: DomainParallelManager) -> None:
     """Sum in the group of training while a thread gathers, in another order on each rank."""
     group, ranks = join_background_group(), distributed.get_world_size()
-    rounds, values = 50, torch.empty(1000)
+    rounds, values = 20, torch.empty(1000)
 
     def gather() -> list[int]:
         found = []
@@ -235,20 +241,20 @@ def both_threads_communicate(manager: DomainParallelManager) -> None:
 
     with ThreadPoolExecutor(1) as executor:
         sums = executor.submit(gather)
-        peer = manager.rank ^ 1
+        before, after = (manager.rank - 1) % ranks, (manager.rank + 1) % ranks
         for turn in range(4 * rounds):
             distributed.all_reduce(values.fill_(turn + manager.rank))
             assert torch.all(values == ranks * turn + sum(range(ranks)))
             received = torch.empty(1000)
-            work = distributed.irecv(received, peer)
-            distributed.send(values.fill_(turn + manager.rank), peer)
+            work = distributed.irecv(received, before)
+            distributed.send(values.fill_(turn + manager.rank), after)
             work.wait()
-            assert torch.all(received == turn + peer)
+            assert torch.all(received == turn + before)
     assert sums.result() == [ranks * turn + sum(range(ranks)) for turn in range(rounds)]
 
 
 def test_threads_beside_training_share_its_group() -> None:
-    on_processes(4, both_threads_communicate)
+    on_processes(3, both_threads_communicate)
 
 
 def groups_of_others_exist(manager: DomainParallelManager, folder: Path) -> bool:
@@ -376,19 +382,17 @@ def test_the_limit_of_open_files_is_raised(monkeypatch):
     assert os.environ == {}
 
 
-@pytest.mark.parametrize(
-    ("files", "before", "after"), [(64, None, 1), (64, 3, 3), (4096, None, None)]
-)
-def test_zarr_opens_one_file_at_a_time_where_files_are_few(monkeypatch, files, before, after):
+def test_zarr_opens_one_file_at_a_time_where_files_are_few(monkeypatch):
     """Though it was imported before, as by a program that has set up the run."""
-    monkeypatch.setattr(resource, "getrlimit", lambda kind: (files, files))
     monkeypatch.setattr(resource, "setrlimit", lambda *given: None)
-    with zarr.config.set({"threading.max_workers": before}):
-        raise_file_limit(RankInfo())
-        assert zarr.config.get("threading.max_workers") == after
+    for files, before, after in ((64, None, 1), (64, 3, 3), (4096, None, None)):
+        monkeypatch.setattr(resource, "getrlimit", lambda kind, files=files: (files, files))
+        with zarr.config.set({"threading.max_workers": before}):
+            raise_file_limit(RankInfo())
+            assert zarr.config.get("threading.max_workers") == after, (files, before)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_many_ranks_start_with_few_files(tmp_path: Path):
     """Each has a connection to each other rank: a second group of that kind would need 27 more."""
     code, _, err = finish(begin("connect", tmp_path, 24, OMP_NUM_THREADS="1", files=64))
@@ -396,7 +400,7 @@ def test_many_ranks_start_with_few_files(tmp_path: Path):
     assert len([int(path.read_text()) for path in tmp_path.iterdir()]) == 24
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_torch_may_compare_the_messages_of_all_ranks(tmp_path: Path):
     """It counts those of a background thread, too, of which each rank has another number."""
     code, _, err = finish(begin("connect", tmp_path, 3, TORCH_DISTRIBUTED_DEBUG="DETAIL"))

@@ -28,20 +28,17 @@ def test_the_output_is_returned(programs: Path) -> None:
     assert run_slurm_command(["squeue", "--me", "a b"]) == "--me a b\n"
 
 
-@pytest.mark.parametrize(
-    ("body", "reason"),
-    [
-        ("echo 'error: no\n controller' >&2; exit 1", "squeue fails (error: no controller)"),
-        ("exit 3", "squeue fails (exit code 3)"),
-        ("echo early >&2; exec sleep 30", "squeue fails (no answer within 0.3 s)"),
-    ],
-)
-def test_a_failure_is_one_line_and_no_limit(programs: Path, body: str, reason: str) -> None:
-    write_program(programs, "squeue", body)
-    with pytest.raises(UserError) as refused:
-        run_slurm_command(["squeue"])
-    assert str(refused.value) == reason
-    assert seconds_left({"SLURM_JOB_ID": "1"}) is None
+def test_a_failure_is_one_line_and_no_limit(programs: Path) -> None:
+    for body, reason in {
+        "echo 'error: no\n controller' >&2; exit 1": "squeue fails (error: no controller)",
+        "exit 3": "squeue fails (exit code 3)",
+        "echo early >&2; exec sleep 30": "squeue fails (no answer within 0.3 s)",
+    }.items():
+        write_program(programs, "squeue", body)
+        with pytest.raises(UserError) as refused:
+            run_slurm_command(["squeue"])
+        assert str(refused.value) == reason
+        assert seconds_left({"SLURM_JOB_ID": "1"}) is None
 
 
 def test_a_missing_command_is_one_line(programs: Path) -> None:

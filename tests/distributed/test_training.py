@@ -91,10 +91,8 @@ def rank_processes(program: subprocess.Popen[str]) -> list[int]:
 
 
 # A rank of each axis is killed in `test_failures`; here ranks train.
-@pytest.mark.parametrize(("victim", "name"), VICTIMS[:1])
-def test_a_rank_killed_while_training_ends_all(
-    tmp_path: Path, cache: Path, victim: int, name: str
-) -> None:
+def test_a_rank_killed_while_training_ends_all(tmp_path: Path, cache: Path) -> None:
+    victim, name = VICTIMS[0]
     mesh = ["parallel.pipeline=2", "parallel.data=2", "parallel.domain=2"]
     program = begin([], [*mesh, "trainer.steps=100000"], tmp_path, cache)
     until(lambda: len(losses(tmp_path)) > 1 or program.poll() is not None, 150)

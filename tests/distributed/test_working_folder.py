@@ -10,6 +10,7 @@ import pytest
 from credit_dp.distributed.forkserver import interpreter
 from tests.data import stores
 from tests.distributed.processes import ROOT
+from tests.tier_cases import tiers
 
 PACKAGES = (
     "torch",
@@ -98,15 +99,16 @@ def test_jobs_import_the_package_from_a_clone_that_is_the_working_folder(
     assert interpreter() == [sys.executable, "-P"]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("words", [["ROOT/train.py"], ["-m", "credit_dp", "train", "--multirun"]])
+@pytest.mark.parametrize(
+    "words", tiers([], [(["-m", "credit_dp", "train", "--multirun"],)], [(["ROOT/train.py"],)])
+)
 def test_ranks_and_jobs_import_nothing_from_there(folder: Path, words: list[str]) -> None:
     keys = ["experiment=fast", "trainer.steps=1", "parallel.domain=2", "run.dir=run"]
     path = {"PYTHONPATH": str(ROOT), "CREDIT_DP_CACHE": str(folder.parent / "cache")}
     run([word.replace("ROOT", str(ROOT)) for word in words] + keys, folder, **path)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_workers_of_data_prepare_import_nothing_from_there(folder: Path) -> None:
     store = stores.write(stores.dataset(rows=9, columns=4, steps=5), folder.parent / "in.zarr")
     keys = [f"store={store}", "out=out.zarr", "data.prognostic=[geopotential]", "workers=2"]

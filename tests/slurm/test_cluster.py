@@ -1,7 +1,8 @@
 """Sweeps and scripts on a real SLURM of two nodes: what is submitted, stopped, resumed, cancelled.
 
-Runs are shared: a sweep of four on two meshes, of which one fails at first; a job of the script on
-two nodes, stopped by a signal and resumed; and a job that comes to its time limit meanwhile.
+Runs are shared: a sweep of four on two meshes, of which one fails at first; and a job of the script
+on two nodes, stopped by a signal and resumed. Jobs that come to their time limit, which is a minute
+at least, are exhaustive.
 """
 
 import csv
@@ -24,8 +25,6 @@ from credit_dp.sweeps import read_sweep
 from credit_dp.sweeps.tables import sweep_table
 from tests.cli.invocation import answer, forget_plugins
 from tests.slurm.cluster import CORES
-
-pytestmark = pytest.mark.slow
 
 STEPS = 20
 KEYS = (
@@ -151,7 +150,7 @@ def first(cluster: Cluster) -> Path:
 
 @pytest.fixture(scope="module")
 def overrunning(cluster: Cluster, first: Path) -> Iterator[Path]:
-    """A job that takes longer than its minute, submitted so that others run meanwhile."""
+    """A job that takes longer than its minute."""
     code, _, err = cluster.train(
         "-m", *KEYS, *ENDLESS, SLURM, "run.name=long",
         "hydra.launcher.timeout_min=1", "hydra.launcher.signal_delay_s=1",
@@ -192,8 +191,9 @@ def number_of(folder: Path) -> str:
     return str(json.loads((folder / "submitted.json").read_text())["slurm_job"])
 
 
+@pytest.mark.slow
 def test_a_sweep_is_one_array_and_only_the_broken_job_fails(
-    cluster: Cluster, first: Path, overrunning: Path, bare: str, scripted: tuple[str, Path]
+    cluster: Cluster, first: Path, scripted: tuple[str, Path]
 ) -> None:
     numbers = [number_of(first / str(n)) for n in range(4)]
     assert numbers == [f"{numbers[0].partition('_')[0]}_{n}" for n in range(4)]
@@ -208,6 +208,7 @@ def test_a_sweep_is_one_array_and_only_the_broken_job_fails(
     assert states == [(each["state"], each["cause"] or "") for each in records]
 
 
+@pytest.mark.slow
 def test_jobs_of_an_array_on_one_node_at_once_do_not_collide(cluster: Cluster, first: Path) -> None:
     """Two jobs of two ranks each are separate, complete runs."""
     until(ended(first, 2), "the first two jobs")
@@ -221,6 +222,7 @@ def test_jobs_of_an_array_on_one_node_at_once_do_not_collide(cluster: Cluster, f
     assert "\x1b" not in text
 
 
+@pytest.mark.slow
 def test_a_second_start_repeats_the_broken_job_alone(cluster: Cluster, first: Path) -> None:
     until(ended(first, 4), "the sweep")
     before = [record(first / n) for n in "013"]
@@ -236,7 +238,9 @@ def test_a_second_start_repeats_the_broken_job_alone(cluster: Cluster, first: Pa
     assert f"resumed after step {STEPS}" in (first / "2/job.log").read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.slow
 def test_the_notebook_reads_the_sweep(
     cluster: Cluster, first: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -254,6 +258,7 @@ def test_the_notebook_reads_the_sweep(
     assert ["image/png" in cells[n][-1]["data"] for n in (2, 3, 5)] == [True] * 3
 
 
+@pytest.mark.slow
 def test_a_job_of_an_array_is_queued_again_alone(cluster: Cluster, tmp_path: Path) -> None:
     """SLURM's number of the last job of an array is the number of the array."""
     program = tmp_path / "python"
@@ -273,6 +278,7 @@ def test_a_job_of_an_array_is_queued_again_alone(cluster: Cluster, tmp_path: Pat
     assert states == [("COMPLETED", "0"), ("COMPLETED", "1")]
 
 
+@pytest.mark.slow
 def test_a_changed_config_is_not_taken_for_finished(cluster: Cluster, first: Path) -> None:
     until(lambda: record(first / "0").get("state") == "done", "the first job")
     (cluster.folder / "conf/optimizer").mkdir(parents=True)
@@ -285,6 +291,7 @@ def test_a_changed_config_is_not_taken_for_finished(cluster: Cluster, first: Pat
     assert "optimizer.ema: None, now 0.9" in err
 
 
+@pytest.mark.slow
 def test_a_job_on_two_nodes_is_stopped_by_a_signal_and_ends_as_if_it_had_not_been(
     cluster: Cluster, first: Path, scripted: tuple[str, Path]
 ) -> None:
@@ -314,6 +321,7 @@ def weights(folder: Path) -> dict[str, bytes]:
     return found
 
 
+@pytest.mark.exhaustive
 def test_a_job_saves_before_its_time_is_over_and_goes_on_until_it_is_cancelled(
     cluster: Cluster, overrunning: Path
 ) -> None:
@@ -334,6 +342,7 @@ def test_a_job_saves_before_its_time_is_over_and_goes_on_until_it_is_cancelled(
     assert number not in cluster.ask("squeue", "--noheader", "--format", "%i").split()
 
 
+@pytest.mark.exhaustive
 def test_a_run_knows_when_its_job_ends(cluster: Cluster, bare: str) -> None:
     until(lambda: cluster.job(bare)["JobState"] == "FAILED", "the time limit")
     assert cluster.job(bare)["ExitCode"] == "75:0"
@@ -343,6 +352,7 @@ def test_a_run_knows_when_its_job_ends(cluster: Cluster, bare: str) -> None:
     assert list((cluster.folder / "outputs/bare/checkpoint").glob("step-*"))
 
 
+@pytest.mark.slow
 def test_what_fits_on_no_node_is_refused_before_it_is_submitted(cluster: Cluster) -> None:
     before = cluster.ask("squeue", "--noheader", "--format", "%i")
     line = cluster.train(*SWEEP[:-2], "parallel.domain=8", SLURM, "run.name=large")[2]

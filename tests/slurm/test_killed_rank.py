@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from tests.distributed.processes import ROOT, SOON, ends, gone, until, voices
+from tests.tier_cases import tiers
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("flag", "victim"), [(1, 1), (0, 0)])
+@pytest.mark.parametrize(("flag", "victim"), tiers([], [(0, 0)], [(1, 1)]))
 def test_a_killed_rank_ends_the_step(
     slurm: dict[str, str], tmp_path: Path, flag: int, victim: int
 ) -> None:

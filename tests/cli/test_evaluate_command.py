@@ -328,7 +328,6 @@ REFUSED = {
     "limits={temprature:null}": (
         "limits.temprature: there is no scored variable temprature. Nearest: temp"
     ),
-    "limits={t:[300,400]}": "its limits are 300 to 400",
     "out=truth.zarr/zarr.json/x": "can't be created (Not a directory). Change out",
 }
 
@@ -340,6 +339,9 @@ def test_refused_in_one_line_and_nothing_written(
     monkeypatch.chdir(stores)
     monkeypatch.setenv("CREDIT_DP_CACHE", str(stores / "cache"))
     assert_refused(REFUSED, "evaluate", *(f"{key}={value}" for key, value in KEYS.items()))
+    code, _, complaints = ask(monkeypatch, stores, "limits={t:[300,400]}")  # after other scores
+    assert (code, complaints.count("\n")) == (2, 1)
+    assert "its limits are 300 to 400" in complaints
     assert _outside_cache(stores) == before
 
 

@@ -139,7 +139,7 @@ def test_a_second_key_makes_lines_and_names_make_bars(tmp_path: Path) -> None:
     assert [label.get_text() for label in axes.get_yticklabels()] == ["unet", "pangu"]
 
 
-def test_mistakes_are_one_line(sweep: Path) -> None:
+def test_mistakes_are_one_line(monkeypatch: pytest.MonkeyPatch, sweep: Path) -> None:
     table = {
         "nowhere": "nowhere: is not a folder. Give the folder of a sweep",
         "": "credit-dp sweep show: needs the folder of one sweep",
@@ -147,10 +147,12 @@ def test_mistakes_are_one_line(sweep: Path) -> None:
         f"{sweep} metrik=loss": "Did you mean metric?",
         f"{sweep} metric=rmse": "metric: no run of this sweep has 'rmse' yet",
         f"{sweep} sort=optimiser.lr": "Did you mean optimizer.lr?",
-        f"{sweep} out={sweep}/0/config.yaml": "out: cannot write",
         f"{sweep}/0": "is not a sweep",
     }
     assert_refused(table, "sweep show")
+    words = ("sweep", "show", str(sweep), f"out={sweep}/0/config.yaml")
+    code, _, err = answer(monkeypatch, *words, program="credit-dp")  # after the table
+    assert (code, err.count("\n"), "out: cannot write" in err) == (2, 1, True)
     assert_refused({"shwo": "Did you mean show[?]$"}, "sweep")
 
 

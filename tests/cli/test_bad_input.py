@@ -75,17 +75,14 @@ UNPARSED = {
 }
 # Refused once the config is composed, which takes a quarter of a second. One of each kind:
 TYPES = {
-    "model.batch_size=2": "mean data.batch_size?",
     "model=pangu model.depth=[2]": (
         "^model.depth: no such key. Did you mean model.depths[?] Allowed in model: (?!.*groups)"
     ),
     "parallel.domain=two": "parallel.domain: needs an integer, got 'two'",
-    "parallel.data=x": "parallel.data: needs an integer or null, got 'x'",
     "trainer.rollout=3": (
         "^trainer.rollout: needs a table from integers to integers, like {0: 1, 400: 2, 600: 4}$"
     ),
     "model.channels=[a]": "model.channels: needs a list of integers.*got 'a'",
-    "model.channels=[[8],16]": "model.channels: needs a list of integers, ",
     "'loss.variable_weight={geopotential: x}'": (
         "loss.variable_weight.geopotential: needs a number, got 'x'"
     ),
@@ -93,19 +90,11 @@ TYPES = {
 }
 VALUES = {
     "parallel.domain=0": "parallel.domain: needs an integer of at least 1, got 0",
-    "device=gpu": "needs one of auto, cpu, cuda, got 'gpu'. Did you mean cuda?",
     "model.channels=[12]": "multiples of model.groups",
     "model.fixers=[dryair]": "model.fixers: needs one of .*Did you mean dry_air?",
-    "data.hybrid={a:[0,2,0],b:[0,0,0]}": (
-        "data.hybrid: needs pressures .* that rise from the top, got 0, 2, 0 Pa"
-    ),
     "data.dates.test=[2001-01-02,2001-01-01]": "data.dates.test: .*after the last",
-    "data.prognostic=[t,t]": "data.prognostic: .*more than once",
 }
 RUNS = {
-    "data.store=era5.zarr": (
-        "^data.store: data=quickstart simulates its own store, got era5.zarr. Add data=zarr, or"
-    ),
     "parallel.domain=9": (
         "parallel.domain: the model's coarsest level has 8 of the grid's 32 rows, too few for 9 "
         "ranks. Lower parallel.domain to 8 or less."
@@ -114,10 +103,6 @@ RUNS = {
         "^parallel.ensemble: 2 ranks need trainer.members to be a multiple of 2, with loss=crps "
         "and model.noise such as 32, got 1. Change one of them.$"
     ),
-    "trainer.evaluate_hours=[6,9]": (
-        "trainer.evaluate_hours: needs multiples of data.step=6h, but got 9"
-    ),
-    "model.bounds={temperature:[0,1]}": "model.bounds: needs the fixer bounds, got none",
     "--check experiment=finetune": (
         "^init_from: needs a run's folder or a checkpoint, got none. Give one.$"
     ),
@@ -128,6 +113,21 @@ RUNS = {
     ),
 }
 MORE_VALUES = {
+    "device=gpu": "needs one of auto, cpu, cuda, got 'gpu'. Did you mean cuda?",
+    "model.bounds={temperature:[0,1]}": "model.bounds: needs the fixer bounds, got none",
+    "data.store=era5.zarr": (
+        "^data.store: data=quickstart simulates its own store, got era5.zarr. Add data=zarr, or"
+    ),
+    "trainer.evaluate_hours=[6,9]": (
+        "trainer.evaluate_hours: needs multiples of data.step=6h, but got 9"
+    ),
+    "data.hybrid={a:[0,2,0],b:[0,0,0]}": (
+        "data.hybrid: needs pressures .* that rise from the top, got 0, 2, 0 Pa"
+    ),
+    "data.prognostic=[t,t]": "data.prognostic: .*more than once",
+    "model.batch_size=2": "mean data.batch_size?",
+    "model.channels=[[8],16]": "model.channels: needs a list of integers, ",
+    "parallel.data=x": "parallel.data: needs an integer or null, got 'x'",
     "hydra.foo=1": "hydra.foo",
     "seed=null": "seed: needs an integer",
     "seed=[1]": "seed: needs an integer",

@@ -32,6 +32,7 @@ def test_the_scripts_are_what_their_second_line_makes() -> None:
         subprocess.run(["bash", "-n", path], check=True)
 
 
+@pytest.mark.slow
 def test_slurm_gets_what_the_mesh_needs() -> None:
     for typed, needed in {
         "parallel.domain=8 nodes=4 gpus_per_node=8 cpus_per_node=96": (
@@ -68,24 +69,33 @@ def test_a_value_of_several_lines_is_refused() -> None:
         assert_refused(table, "cluster script", *defaults)
 
 
-def test_what_cannot_be_placed_is_refused() -> None:
-    table = {
-        "parallel.domain=8 gpus_per_node=4": "need 8 GPUs, but nodes have 4",
-        "parallel.domain=4 device=cpu cpus_per_node=2": "need 4 cores, but nodes have 2",
-        "parallel.domain=1,2 run.dir=here": "run.dir: the jobs of an array",
-        "parallel.domain=1,2": "the jobs of a script need one mesh",
-        "nodes=many": "nodes: needs a whole number of at least 1, got 'many'",
-        "start=mpirun": "start: needs one of srun, torchrun",
-        "time=tomorrow": "time: needs HH:MM:SS",
-        "nods=4": "nods: no such key",
-        "resume=.": "resume: each job resumes from its own checkpoint",
-        "queue=a": "queue: is for scheduler=pbs. Use partition instead.",
-        "scheduler=lsf": "scheduler: needs one of slurm, pbs, got 'lsf'",
-        "scheduler=pbs start=srun": "start: needs one of mpiexec, mpirun, got 'srun'",
-        "scheduler=pbs partition=a": "partition: is for scheduler=slurm. Use queue instead",
-        "scheduler=pbs parallel.domain=8 gpus_per_node=4": "need 8 GPUs, but nodes have",
-        "scheduler=pbs time=tomorrow": "time: needs HH:MM:SS",
-    }
+KEYS_THAT_DO_NOT_FIT = {
+    "nodes=many": "nodes: needs a whole number of at least 1, got 'many'",
+    "start=mpirun": "start: needs one of srun, torchrun",
+    "time=tomorrow": "time: needs HH:MM:SS",
+    "nods=4": "nods: no such key",
+    "queue=a": "queue: is for scheduler=pbs. Use partition instead.",
+    "scheduler=lsf": "scheduler: needs one of slurm, pbs, got 'lsf'",
+    "scheduler=pbs start=srun": "start: needs one of mpiexec, mpirun, got 'srun'",
+    "scheduler=pbs partition=a": "partition: is for scheduler=slurm. Use queue instead",
+    "scheduler=pbs time=tomorrow": "time: needs HH:MM:SS",
+}
+MESHES_THAT_DO_NOT_FIT = {
+    "parallel.domain=8 gpus_per_node=4": "need 8 GPUs, but nodes have 4",
+    "scheduler=pbs parallel.domain=8 gpus_per_node=4": "need 8 GPUs, but nodes have",
+    "parallel.domain=4 device=cpu cpus_per_node=2": "need 4 cores, but nodes have 2",
+    "parallel.domain=1,2 run.dir=here": "run.dir: the jobs of an array",
+    "parallel.domain=1,2": "the jobs of a script need one mesh",
+    "resume=.": "resume: each job resumes from its own checkpoint",
+}
+
+
+@pytest.mark.parametrize(
+    "table",
+    [KEYS_THAT_DO_NOT_FIT, pytest.param(MESHES_THAT_DO_NOT_FIT, marks=pytest.mark.slow)],
+    ids=["keys", "meshes"],
+)
+def test_what_cannot_be_placed_is_refused(table: dict[str, str]) -> None:
     assert_refused(table, "cluster script")
 
 
@@ -99,6 +109,7 @@ def test_slurm_is_the_default_and_its_script_the_same() -> None:
     assert cluster_script(*keys)[1].splitlines()[2:] == lines[2:]
 
 
+@pytest.mark.slow
 def test_pbs_gets_what_the_mesh_needs() -> None:
     for typed, lines in {
         "parallel.domain=8 nodes=4 gpus_per_node=8 cpus_per_node=96 queue=main": [

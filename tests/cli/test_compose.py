@@ -438,7 +438,6 @@ def test_help_and_errors_import_nothing_heavy() -> None:
 def test_what_a_preset_does_to_variables_of_no_list_is_dropped() -> None:
     anemoi = ("data=anemoi", "data.store=x")
     for texts, kept in (
-        (("data=weatherbench2", "data.diagnostic=[]"), []),
         ((*anemoi, "data.diagnostic=[tp]"), ["tp"]),
         # Keys under another name of the variable replace the preset's.
         ((*anemoi, "data.variables.tp.normalise=std"), ["total_precipitation"]),

@@ -105,6 +105,7 @@ def test_levels_in_one_chunk_count(tmp_path: Path) -> None:
     assert band_read_amplification((5, 1, 10, 4), 3, 10, 2) == 10
 
 
+@pytest.mark.slow
 def test_a_prepared_store_needs_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     path = prepared_stores.write(stores.dataset(), tmp_path / "in.zarr", chunk_rows=3)
     report = ask(monkeypatch, f"store={path}", "domain=4")

@@ -35,6 +35,7 @@ def refused(*arguments):
     return text
 
 
+@pytest.mark.slow
 def test_the_command_says_what_it_reads_and_how_long_then_writes_the_file(keys, tmp_path, capsys):
     out = tmp_path / "stats.json"
     assert stats(*keys, f"out={out}") == 0
@@ -53,6 +54,7 @@ def test_the_command_says_what_it_reads_and_how_long_then_writes_the_file(keys, 
     assert np.array_equal(given.statistics.std, computed.statistics.std)
 
 
+@pytest.mark.slow
 def test_without_out_training_finds_it(keys, tmp_path, monkeypatch):
     assert stats(*keys) == 0
     (file,) = (tmp_path / "cache").glob("statistics-*.json")
@@ -80,23 +82,32 @@ def test_existing_statistics_are_kept_and_other_files_not_replaced(keys, tmp_pat
     assert other.read_text() == "mine"
 
 
-def test_bad_input_is_one_line(keys, monkeypatch):
+BAD_INPUT = {
+    "every=0": "every: needs a whole number of at least 1",
+    "evry=2": "Did you mean every?",
+    "scheduler=tcp://127.0.0.1:9": "no dask scheduler answers at tcp://127.0.0.1:9",
+    "data.prognostic=[wind]": "no variable wind",
+    "climatology=true every=2": "every: can't be used with climatology=true",
+}
+MORE_BAD_INPUT = {
+    "out=/proc/nowhere/stats.json": "cannot be created",
+    "workers=x": "workers: needs a whole number",
+    "data.dates.train=[2000-01-01T00,2000-01-01T00]": "no two dates of data.dates.train",
+    'data.variables.temperature.convert="hPa->Pa"': "temperature needs data.variables",
+    "climatology=true out=stats.json": "out: can't be used with climatology=true",
+    "climatology=true workers=3": "workers: can't be used with climatology=true",
+    "climatology=true scheduler=tcp://127.0.0.1:9": "scheduler: can't be used with climatology=t",
+}
+
+
+@pytest.mark.parametrize(
+    "table",
+    [BAD_INPUT, pytest.param(MORE_BAD_INPUT, marks=pytest.mark.slow)],
+    ids=["some", "more"],
+)
+def test_bad_input_is_one_line(keys, monkeypatch, table):
     monkeypatch.setattr("credit_dp.data.streaming.CONNECT_SECONDS", 0.2)
-    cache = ": can't be used with climatology=true"
-    for given, part in {
-        "out=/proc/nowhere/stats.json": "cannot be created",
-        "every=0": "every: needs a whole number of at least 1",
-        "workers=x": "workers: needs a whole number",
-        "evry=2": "Did you mean every?",
-        "data.dates.train=[2000-01-01T00,2000-01-01T00]": "no two dates of data.dates.train",
-        "scheduler=tcp://127.0.0.1:9": "no dask scheduler answers at tcp://127.0.0.1:9",
-        "data.prognostic=[wind]": "no variable wind",
-        'data.variables.temperature.convert="hPa->Pa"': "temperature needs data.variables",
-        "climatology=true out=stats.json": f"out{cache}",
-        "climatology=true every=2": f"every{cache}",
-        "climatology=true workers=3": f"workers{cache}",
-        "climatology=true scheduler=tcp://127.0.0.1:9": f"scheduler{cache}",
-    }.items():
+    for given, part in table.items():
         assert part in refused(*keys, *given.split()), given
 
 

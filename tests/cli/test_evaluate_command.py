@@ -162,6 +162,7 @@ def sea_stores(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_fields_with_points_without_values_have_all_figures(
     monkeypatch: pytest.MonkeyPatch, sea_stores: Path
 ) -> None:
@@ -189,6 +190,7 @@ def test_fields_with_points_without_values_have_all_figures(
             assert [float(row[source]) for row in rows] == pytest.approx(power, rel=1e-9)
 
 
+@pytest.mark.slow
 def test_a_figure_that_fails_costs_only_itself(
     monkeypatch: pytest.MonkeyPatch, sea_stores: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

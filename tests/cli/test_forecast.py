@@ -210,6 +210,7 @@ def test_the_mesh_is_given_and_the_rest_is_the_runs(run):
     assert config.request.checkpoint == str(run / "checkpoint/step-00000002")
 
 
+@pytest.mark.slow
 def test_members_of_an_ensemble_need_no_perturbation(run, tmp_path, monkeypatch):
     ensemble = train_ensemble(tmp_path).run.dir
     words = ["init=2000-01-04", "lead=12h", "members=4"]

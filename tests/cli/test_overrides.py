@@ -56,20 +56,21 @@ def test_tables_take_new_entries() -> None:
     (override,) = parse_overrides(["loss.variable_weight.geopotential=2"])
     assert override.input_line == "++loss.variable_weight.geopotential=2"
     for texts, weights, layout in (
-        (["loss.variable_weight={}"], {}, {}),
-        (["loss.variable_weight={2m_temperature: 2}"], {"2m_temperature": 2.0}, {}),
         (
-            ["loss.variable_weight.geopotential=2", "parallel.layout.root=cuda:0"],
-            {"geopotential": 2.0},
+            ["loss.variable_weight={2m_temperature: 2}", "parallel.layout.root=cuda:0"],
+            {"2m_temperature": 2.0},
             {"root": "cuda:0"},
         ),
         (
-            ["parallel.layout={root:cpu,encoder.0:cuda:0,decoder:[cpu,cpu]}"],
-            {},
+            [
+                "loss.variable_weight.geopotential=2",
+                "parallel.layout={root:cpu,encoder.0:cuda:0,decoder:[cpu,cpu]}",
+            ],
+            {"geopotential": 2.0},
             {"root": "cpu", "encoder.0": "cuda:0", "decoder": ["cpu", "cpu"]},
         ),
         (
-            ["parallel.layout={root: cuda:0, head: [cuda:1, cuda:0]}"],
+            ["loss.variable_weight={}", "parallel.layout={root: cuda:0, head: [cuda:1, cuda:0]}"],
             {},
             {"root": "cuda:0", "head": ["cuda:1", "cuda:0"]},
         ),

@@ -42,7 +42,7 @@ def test_a_value_of_several_lines_reaches_no_script(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     line = ".*needs text without line breaks or control characters, got"
-    keys = ("hydra.launcher.account", "hydra.launcher.additional_parameters.qos", "run.dir")
+    keys = ("hydra.launcher.additional_parameters.qos", "run.dir")
     table = {f"-m {'+' * ('qos' in key)}{key}=\"'a\nb'\"": f"^{key}{line}" for key in keys}
     monkeypatch.chdir(tmp_path)
     assert_refused(table, "train", "hydra/launcher=slurm", "seed=1,2")

@@ -78,6 +78,7 @@ def test_json_on_a_users_grid(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "stem.conv.weight" in report["gradients"]
 
 
+@pytest.mark.slow
 def test_a_wrong_reduction_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ThreadTransport, "_all_reduce", lambda self, x: x.clone())
     code, out, err = verify(monkeypatch, *SMALL, "parallel.domain=2", "data.grid=8x8")

@@ -16,7 +16,6 @@ from credit_dp.cli import saved_config
 from credit_dp.cli.compose import Composer
 from credit_dp.cli.overrides import parse_overrides
 from credit_dp.cli.saved_config import config_of_checkpoint, overrides_of_run
-from credit_dp.cli.verify import verify_model
 from credit_dp.config import (
     Config,
     OwnLossConfig,
@@ -26,7 +25,6 @@ from credit_dp.config import (
     as_dict,
 )
 from credit_dp.config.training import plugin_schedule
-from credit_dp.costs.budget import plan_step
 from credit_dp.errors import UserError
 from credit_dp.fields import Fields
 from credit_dp.models import build_model
@@ -534,6 +532,9 @@ def _rules_of_the_docs() -> str:
 def test_rules_of_a_plugin_are_used_and_exact(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, layer: str
 ) -> None:
+    from credit_dp.cli.verify import verify_model
+    from credit_dp.costs.budget import plan_step
+
     file = written(tmp_path, _rules_of_the_docs(), "my_rules.py")
     monkeypatch.setenv(PLUGINS_VARIABLE, str(file))
     words = ["model=with_rules", f"model.layer={layer}", "data.grid=13x16", "parallel.domain=3"]
@@ -649,6 +650,9 @@ def test_a_build_that_fails_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_pat
 def test_plan_check_and_verify_refuse_what_a_run_would(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    from credit_dp.cli.verify import verify_model
+    from credit_dp.costs.budget import plan_step
+
     for build, expected in {
         "nn.Conv2d(in_channels, 1, 1)": (r"Conv2d needs to return \(2, 14, 24, 48\) for an input"),
         "nn.Conv2d(in_channels, out_channels, 3)": (

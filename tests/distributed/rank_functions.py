@@ -56,13 +56,6 @@ def crash(config: Config, ranks: RankInfo) -> int:
     return wait_for_others(config, ranks)
 
 
-def be_killed(config: Config, ranks: RankInfo) -> int:
-    """The last rank vanishes, the others wait for it."""
-    if ranks.rank == ranks.world_size - 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return wait_for_others(config, ranks)
-
-
 def wait_for_others(config: Config, ranks: RankInfo) -> int:
     """Wait in a collective that one rank never reaches; it may raise, which must not be shown."""
     distributed.all_reduce(torch.zeros(1))

@@ -130,17 +130,6 @@ def test_a_killed_rank_ends_all_that_we_started(tmp_path: Path, victim: int, nam
     assert (code, said) == (1, line)
 
 
-@pytest.mark.exhaustive
-def test_a_rank_that_raises_shows_one_traceback(tmp_path: Path) -> None:
-    with failing(tmp_path, 5, "raise") as environment:
-        program = begin("step_until_one_fails", tmp_path, 2, 2, 2, **environment)
-        [(code, said)] = ends([program])
-    assert code == 1
-    assert said.startswith("rank 5 (pipeline 1, data 0, domain 1) failed:\nTraceback")
-    assert said.endswith("RuntimeError: a mistake of ours\n")
-    assert said.count("Traceback") == 1
-
-
 @pytest.mark.parametrize(
     ("launcher", "mesh", "victim", "place"),
     tiers(

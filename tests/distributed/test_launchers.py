@@ -429,17 +429,6 @@ def under_torchrun(ranks: int, function: str, folder: Path) -> subprocess.Comple
     )
 
 
-@pytest.mark.exhaustive
-def test_torchrun_starts_the_ranks(tmp_path: Path) -> None:
-    """Two ranks join; each was given another folder, and both use that of rank 0."""
-    (tmp_path / "seen").mkdir()
-    done = under_torchrun(2, "share_folder", tmp_path)
-    assert done.returncode == 0, done.stderr
-    seen = {path.read_text() for path in (tmp_path / "seen").iterdir()}
-    assert seen == {str(tmp_path / "of-rank-0")}
-    assert len(list((tmp_path / "seen").iterdir())) == 2
-
-
 @pytest.mark.slow
 def test_ranks_of_an_mpirun_meet(tmp_path: Path) -> None:
     """The test stands in for mpirun: nothing but their environment joins the processes."""

@@ -75,14 +75,6 @@ def test_a_mistake_of_the_user_is_one_line(tmp_path: Path) -> None:
     assert (code, err) == (2, "error: data.store: needs a store, got none\n")
 
 
-@pytest.mark.exhaustive
-def test_a_killed_rank_is_named(tmp_path: Path) -> None:
-    code, _, err = finish(begin("be_killed", tmp_path))
-    assert code == 1
-    assert err.startswith("error: rank 1 (pipeline 0, data 0, domain 1) was killed by SIGKILL")
-    assert err.count("\n") == 1
-
-
 @pytest.mark.parametrize(
     ("ranks", "sent", "name"),
     tiers(
@@ -276,14 +268,6 @@ def test_sigterm_again_ends_ranks_that_train(tmp_path: Path, ranks: int) -> None
     process.send_signal(signal.SIGTERM)
     assert finish(process) == (143, "", "")
     assert all(gone(pid) for pid in pids)
-
-
-@pytest.mark.exhaustive
-def test_ranks_do_not_outlive_a_killed_parent(tmp_path: Path) -> None:
-    process, pids = hanging(tmp_path)
-    process.kill()
-    finish(process)
-    until(lambda: all(gone(pid) for pid in pids))
 
 
 @pytest.mark.slow

@@ -16,9 +16,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import nbformat
 import pytest
-from nbclient import NotebookClient
 from safetensors import safe_open
 
 from credit_dp.sweeps import read_sweep
@@ -244,6 +242,9 @@ def test_a_second_start_repeats_the_broken_job_alone(cluster: Cluster, first: Pa
 def test_the_notebook_reads_the_sweep(
     cluster: Cluster, first: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    import nbformat
+    from nbclient import NotebookClient
+
     until(ended(first, 4), "the sweep")
     for key, value in {**cluster.environment, "CREDIT_DP_SWEEP": str(first)}.items():
         monkeypatch.setenv(key, value)

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from credit_dp.sweeps import read_sweep
-from credit_dp.sweeps.plots import draw_scaling
 from credit_dp.sweeps.scaling import find_series
 from credit_dp.sweeps.tables import Row
 from tests.cli.invocation import answer
@@ -154,6 +153,8 @@ def test_the_table_the_files_and_the_picture(sweep: Path, tmp_path: Path) -> Non
 
 
 def test_the_picture_has_ideal_lines(sweep: Path) -> None:
+    from credit_dp.sweeps.plots import draw_scaling
+
     seconds, speed_up, efficiency = draw_scaling(list(series_by_kind(sweep).values())).axes
     ideal = {
         tuple(line.get_ydata())
@@ -165,6 +166,8 @@ def test_the_picture_has_ideal_lines(sweep: Path) -> None:
 
 
 def test_times_that_differ_little_have_ticks(tmp_path: Path) -> None:
+    from credit_dp.sweeps.plots import draw_scaling
+
     folder = write_sweep(tmp_path / "scaling", ["parallel.domain=1,2"])
     for name, (rows, seconds) in enumerate([(48, 0.28), (96, 0.35)]):
         run(folder, str(name), seconds, rows, domain=1 + name)

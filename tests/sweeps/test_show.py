@@ -6,14 +6,12 @@ import subprocess
 import sys
 from io import BytesIO, StringIO
 from pathlib import Path
+from typing import Any
 
 import pytest
-from matplotlib.figure import Figure
-from PIL import Image
 
 from credit_dp.cli.show_sweep import show_sweep
 from credit_dp.sweeps import read_sweep
-from credit_dp.sweeps.plots import draw_metric
 from credit_dp.sweeps.tables import sweep_table
 from tests.cli.invocation import answer, assert_refused
 from tests.plots import failing_plots
@@ -94,6 +92,8 @@ def test_why_runs_failed_is_shown(monkeypatch: pytest.MonkeyPatch, sweep: Path) 
 def test_files_hold_what_is_shown(
     monkeypatch: pytest.MonkeyPatch, sweep: Path, tmp_path: Path
 ) -> None:
+    from PIL import Image
+
     out = tmp_path / "new" / "out"
     for _ in range(2):  # a running sweep is shown again
         shown(monkeypatch, str(sweep), f"out={out}")
@@ -108,7 +108,10 @@ def test_files_hold_what_is_shown(
     assert picture.width > 900
 
 
-def drawn(folder: Path) -> Figure:
+def drawn(folder: Path) -> Any:
+    """Return the figure of a sweep."""
+    from credit_dp.sweeps.plots import draw_metric
+
     figure = draw_metric(sweep_table(read_sweep(folder)))
     assert figure is not None
     return figure

@@ -327,8 +327,9 @@ def the_error(done: subprocess.CompletedProcess[str]) -> str:
     ("mistake", "key"),
     tiers(
         [],
-        [("a NaN", "data.prognostic"), ("too many ranks", "parallel.domain")],
+        [("a NaN", "data.prognostic")],
         [
+            ("too many ranks", "parallel.domain"),
             ("no store", "data.store"),
             ("no variable", "data.prognostic"),
             ("other dims", "data.store"),
@@ -359,9 +360,9 @@ def cut_short(chunk: Path) -> None:
 DAMAGES: dict[str, Callable[[Path], None]] = {"cut short": cut_short, "missing": Path.unlink}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("damage", "when"), [("cut short", "before the statistics"), ("missing", "after them")]
+    ("damage", "when"),
+    tiers([], [("cut short", "before the statistics")], [("missing", "after them")]),
 )
 def test_damaged_chunk(tmp_path: Path, damage: str, when: str) -> None:
     """A rank meets the damage while it reads ahead in a thread; all ranks end with one line."""

@@ -114,7 +114,7 @@ def test_a_check_says_which_sums_are_incomplete(
     assert "sums    left out, as some hours of their sums are missing: 1 time\n" in out
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_check_opens_a_netcdf_file_with_text_several_times(tmp_path: Path) -> None:
     """In a process of its own: the HDF5 library crashed at the third opening."""
     data_with().assign(note="a text").to_netcdf(tmp_path / "s.nc")

@@ -497,7 +497,7 @@ def _forecast_without_its_loss(folder: Path, run: Path) -> None:
         assert done.returncode == 0, done.stdout + done.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_train_py_is_exact_on_two_ranks_resumes_and_sweeps(tmp_path: Path) -> None:
     import torch
 

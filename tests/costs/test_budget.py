@@ -140,8 +140,9 @@ def both(
 
 MESHES = tiers(
     [],
-    [(Mesh(1, 2, 2, "fsdp2"),), (Mesh(2, 2, 1, "ddp"),), (Mesh(2, 1, 2, "ddp", "interleaved"),)],
+    [(Mesh(1, 2, 2, "fsdp2"),), (Mesh(2, 1, 2, "ddp", "interleaved"),)],
     [
+        (Mesh(2, 2, 1, "ddp"),),
         (Mesh(1, 2, 2, "ddp"),),
         (Mesh(2, 2, 1, "fsdp2", "interleaved"),),
         (Mesh(2, 2, 1, "fsdp2", "gpipe"),),

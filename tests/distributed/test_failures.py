@@ -130,16 +130,14 @@ def test_a_killed_rank_ends_all_that_we_started(tmp_path: Path, victim: int, nam
     assert (code, said) == (1, line)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("launcher", "mesh", "victim", "place"),
-    tiers(
-        [],
-        [("two agents", BANDS_AND_STAGES, 2, "pipeline 1, data 0, domain 0")],
-        [
-            ("torchrun", BANDS_AND_SAMPLES, 2, "pipeline 0, data 1, domain 0"),
-            ("srun", BANDS_AND_STAGES, 0, "pipeline 0, data 0, domain 0"),
-        ],
-    ),
+    [
+        ("two agents", BANDS_AND_STAGES, 2, "pipeline 1, data 0, domain 0"),
+        ("torchrun", BANDS_AND_SAMPLES, 2, "pipeline 0, data 1, domain 0"),
+        ("srun", BANDS_AND_STAGES, 0, "pipeline 0, data 0, domain 0"),
+    ],
 )
 def test_a_killed_rank_ends_a_launchers_ranks(
     tmp_path: Path, launcher: str, mesh: Sequence[str], victim: int, place: str
@@ -172,7 +170,7 @@ def test_a_killed_rank_ends_ranks_that_notice_nothing(tmp_path: Path, launcher: 
     assert all(gone(pid) for pid in pids)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_rank_0_is_killed_before_all_ranks_have_met(tmp_path: Path) -> None:
     """Nothing is wrong with the address at which the others wait."""
     port = free_port()
@@ -187,13 +185,13 @@ def test_rank_0_is_killed_before_all_ranks_have_met(tmp_path: Path) -> None:
     assert said.startswith("error: rank 0 (pipeline 0, data 0, domain 0) ended, or its machine")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("launcher", "victim", "place"),
-    tiers(
-        [],
-        [("srun", 0, "pipeline 0, data 0, domain 0")],  # the rank that keeps the store
-        [("two agents", 3, "pipeline 1, data 0, domain 1")],
-    ),
+    [
+        ("srun", 0, "pipeline 0, data 0, domain 0"),  # the rank that keeps the store
+        ("two agents", 3, "pipeline 1, data 0, domain 1"),
+    ],
 )
 def test_a_rank_that_raises_speaks_for_a_launchers_ranks(
     tmp_path: Path, launcher: str, victim: int, place: str
@@ -234,13 +232,14 @@ def training(folder: Path, begin: Callable[[Path, dict[str, str]], Programs]) ->
     return programs
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("launcher", "sent", "to"),
-    tiers(
-        [],
-        [("srun", signal.SIGTERM, "launcher")],
-        [("torchrun", signal.SIGTERM, "launcher"), ("two agents", signal.SIGUSR1, "rank")],
-    ),
+    [
+        ("srun", signal.SIGTERM, "launcher"),
+        ("torchrun", signal.SIGTERM, "launcher"),
+        ("two agents", signal.SIGUSR1, "rank"),
+    ],
 )
 def test_a_launchers_ranks_that_train_stop_after_the_same_step(
     tmp_path: Path,

@@ -68,7 +68,7 @@ def of_srun(rank: int) -> dict[str, str]:
     }
 
 
-@pytest.mark.parametrize("launcher", tiers([], [("python",), ("torchrun",)], [("srun",)]))
+@pytest.mark.parametrize("launcher", tiers([], [("torchrun",)], [("python",), ("srun",)]))
 def test_a_model_trains_and_forecasts(launcher: str, tmp_path: Path) -> None:
     compiling = [f"compile={str(launcher == 'python').lower()}"]  # it takes a minute a process
     run(launcher, [*TRAIN, *compiling, "run.dir=run"], tmp_path)

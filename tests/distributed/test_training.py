@@ -23,8 +23,6 @@ from tests.distributed.processes import (
     until,
 )
 
-pytestmark = pytest.mark.slow
-
 KEYS = ["experiment=fast", "device=cpu", "trainer.dtype=float64", "trainer.evaluate_hours=[6]"]
 TRAIN = [str(ROOT / "train.py"), *KEYS]
 
@@ -72,6 +70,7 @@ def on_two_machines(folder: Path, cache: Path, *keys: str) -> tuple[list[float],
     return losses(folder), said
 
 
+@pytest.mark.exhaustive
 def test_two_machines_train_as_one_process_does(tmp_path: Path, cache: Path) -> None:
     """Two globes of two bands, each on one machine; `tests/slurm` has bands on two of them."""
     (tmp_path / "alone").mkdir()
@@ -91,6 +90,7 @@ def rank_processes(program: subprocess.Popen[str]) -> list[int]:
 
 
 # A rank of each axis is killed in `test_failures`; here ranks train.
+@pytest.mark.slow
 def test_a_rank_killed_while_training_ends_all(tmp_path: Path, cache: Path) -> None:
     victim, name = VICTIMS[0]
     mesh = ["parallel.pipeline=2", "parallel.data=2", "parallel.domain=2"]

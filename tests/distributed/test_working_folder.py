@@ -10,7 +10,6 @@ import pytest
 from credit_dp.distributed.forkserver import interpreter
 from tests.data import stores
 from tests.distributed.processes import ROOT
-from tests.tier_cases import tiers
 
 PACKAGES = (
     "torch",
@@ -99,9 +98,8 @@ def test_jobs_import_the_package_from_a_clone_that_is_the_working_folder(
     assert interpreter() == [sys.executable, "-P"]
 
 
-@pytest.mark.parametrize(
-    "words", tiers([], [(["-m", "credit_dp", "train", "--multirun"],)], [(["ROOT/train.py"],)])
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("words", [["-m", "credit_dp", "train", "--multirun"], ["ROOT/train.py"]])
 def test_ranks_and_jobs_import_nothing_from_there(folder: Path, words: list[str]) -> None:
     keys = ["experiment=fast", "trainer.steps=1", "parallel.domain=2", "run.dir=run"]
     path = {"PYTHONPATH": str(ROOT), "CREDIT_DP_CACHE": str(folder.parent / "cache")}

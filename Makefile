@@ -8,6 +8,11 @@ WORKERS ?= 2 # test files or classes that run at once
 PYTEST_OPTIONS = -n $(WORKERS) --dist loadscope --no-loadscope-reorder
 PYTEST = $(BIN)/python -m pytest $(PYTEST_OPTIONS)
 FAST := not slow and not exhaustive
+# Tests of what torch, zarr, xarray, hydra, matplotlib and the trackers do for the package.
+TRAINING := autocast checkpoint compilation cuda_graph loggers meshes optimizers parameter_shards
+OF_PACKAGES := tests/data/sources tests/data/rechunk tests/domain_parallel/layers \
+  tests/domain_parallel/view tests/evaluation/test_score_plots.py tests/test_torch_private.py \
+  tests/test_private_names.py $(TRAINING:%=tests/training/test_%.py)
 SETTINGS := pyproject.toml constraints.txt
 # The first that runs: pyenv puts commands on PATH for versions that are not selected, too.
 first_python = $(shell for python in $(foreach version,$(1), \
@@ -51,9 +56,7 @@ test-all: $(VENV)/installed-test
 test-newest test-oldest: test-%: $(VENV)-%/installed-test
 	$(VENV)-$*/bin/python -c 'import sys, torch, numpy, zarr, xarray; print("Python", \
 	  sys.version.split()[0], *(f"{m.__name__} {m.__version__}" for m in (torch, numpy, zarr, xarray)))'
-	$(VENV)-$*/bin/python -m pytest $(PYTEST_OPTIONS) -m "$(FAST)" \
-	  tests/data/sources tests/data/rechunk tests/domain_parallel tests/evaluation tests/models \
-	  tests/training tests/test_torch_private.py
+	$(VENV)-$*/bin/python -m pytest $(PYTEST_OPTIONS) -m "$(FAST)" $(OF_PACKAGES)
 
 lint: $(VENV)/installed-dev
 	$(BIN)/ruff check

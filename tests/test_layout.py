@@ -3,6 +3,8 @@
 import ast
 from pathlib import Path
 
+import pytest
+
 TESTS = Path(__file__).parent
 PACKAGE = TESTS.parent / "credit_dp"
 WITHOUT_COUNTERPART = {"docs", "slurm", "zoo"}  # pages, a cluster, other packages
@@ -25,6 +27,7 @@ def imported_modules(path: Path) -> set[str]:
     return names
 
 
+@pytest.mark.slow
 def test_no_module_imports_a_test_module() -> None:
     modules = sorted(TESTS.rglob("*.py"))
     tests = {module_name(path) for path in modules if path.name.startswith("test_")}

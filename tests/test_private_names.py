@@ -4,6 +4,7 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
 import torch
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.object_type import ObjectType
@@ -81,6 +82,7 @@ def _private_uses(tree: ast.Module, own: set[str], foreign: set[str]) -> Iterato
                 yield node.lineno, ast.unparse(node)
 
 
+@pytest.mark.slow
 def test_private_names_of_libraries_stand_in_one_module_for_each():
     paths = sorted(PACKAGE.rglob("*.py"))
     trees = {str(path.relative_to(PACKAGE)): ast.parse(path.read_text()) for path in paths}

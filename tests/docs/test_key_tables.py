@@ -46,6 +46,7 @@ def tables() -> ModuleType:
     return module
 
 
+@pytest.mark.slow
 def test_tables_agree_with_the_fields(tables: ModuleType) -> None:
     pages = {path.stem: path.read_text() for path in (ROOT / "docs").glob("*.md")}
     assert {page for page, text in pages.items() if tables.TABLE.search(text)} == set(PAGES)

@@ -39,9 +39,18 @@ from tests.training.meshes import (
 )
 
 DAY = timedelta(hours=24)
-FAST = ("O16 on 17x16", "Lambert netCDF", "noleap zarr")
+FAST = ("Lambert netCDF", "noleap zarr")
 SLOW = (
-    *("O16 anemoi", "HEALPix GRIB", "box", "rotated netCDF", "WRF", "360_day netCDF", "icechunk"),
+    *(
+        "O16 on 17x16",
+        "O16 anemoi",
+        "HEALPix GRIB",
+        "box",
+        "rotated netCDF",
+        "WRF",
+        "360_day netCDF",
+        "icechunk",
+    ),
     "kerchunk",
 )
 REGIONS = ("box", "Lambert zarr", "rotated netCDF")
@@ -186,7 +195,7 @@ def test_ranks_of_commands_do_as_one_process(trained):
     assert "complete" in trained.command("credit-dp", "forecast", "check", "by3.zarr")
 
 
-@only("O16 on 17x16", slow=("Lambert netCDF", "noleap zarr", "icechunk"), exhaustive=tuple(FORMS))
+@only(slow=("O16 on 17x16", "Lambert netCDF", "noleap zarr", "icechunk"), exhaustive=tuple(FORMS))
 def test_scores_are_those_of_numpy(trained):
     form = trained.form
     truths = [(f"truth='{trained.store}'", *form.on_grid)]
@@ -229,7 +238,7 @@ def test_a_forecast_starts_from_a_file_of_the_form(trained):
 # Cells
 
 
-@only("O16 on 17x16", slow=("O16 anemoi",), exhaustive=("O16 netCDF", "HEALPix zarr", "N32 GRIB"))
+@only(slow=("O16 on 17x16", "O16 anemoi"), exhaustive=("O16 netCDF", "HEALPix zarr", "N32 GRIB"))
 def test_forecasts_go_back_to_the_cells(trained):
     """By numpy: first along the rows around a cell, then between them."""
     form, on_grid = trained.form, trained.opened("forecast")
@@ -282,7 +291,7 @@ def test_forecasts_on_cells_are_grib_of_their_grid(trained):
         np.testing.assert_allclose(found[short], fields, atol=np.ptp(fields) / 2**15)
 
 
-@only("O16 on 17x16", slow=("O16 anemoi",), exhaustive=("HEALPix zarr", "regular on 12x24"))
+@only(slow=("O16 on 17x16", "O16 anemoi"), exhaustive=("HEALPix zarr", "regular on 12x24"))
 def test_other_cells_another_grid_or_way_are_refused(stored, tmp_path):
     form, cells = stored.form, cell_stores.anemoi(tmp_path, cell_stores.octahedral(17))
     height, width = form.shape

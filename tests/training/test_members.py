@@ -78,6 +78,7 @@ def test_members_are_shown(trained):
     assert "samples 21 for training, 5 steps of 4 in an epoch; 6 forecasts to 6 h" in text
 
 
+@pytest.mark.slow
 def test_one_member_is_a_store_of_one(tmp_path):
     data = ensemble_stores.dataset(steps=20)
     path = stores.write(data, tmp_path / "store.zarr")

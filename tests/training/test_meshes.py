@@ -211,7 +211,11 @@ def train(
     return numbers, weights | {f"average.{name}": value for name, value in averages.items()}
 
 
-@pytest.mark.parametrize("run", RUNS, ids=lambda run: f"{run.__name__}-{RUNS[run]}")
+@pytest.mark.parametrize(
+    "run",
+    [pytest.param(run, marks=pytest.mark.slow) if run is of_members else run for run in RUNS],
+    ids=lambda run: f"{run.__name__}-{RUNS[run]}",
+)
 def test_any_run_trains_as_on_one_process_and_resumes_there(tmp_path, run):
     config, mesh = run(tmp_path), RUNS[run]
     config = replace(config, trainer=replace(config.trainer, steps=STEPS, checkpoint_every=STEPS))

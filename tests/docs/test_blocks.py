@@ -5,12 +5,16 @@ from __future__ import annotations
 import ast
 import os
 import re
+import shlex
 import shutil
 import sys
 from pathlib import Path
 
 import pytest
 
+from credit_dp.cli.compose import Composer
+from credit_dp.cli.overrides import parse_overrides
+from credit_dp.errors import UserError
 from tests.commands import run, run_line
 from tests.data import anemoi_stores, stores, wrf_files
 from tests.docs import era5
@@ -35,6 +39,13 @@ SHORT = {
     "physics.md": OWN_STORE,
     "sites.md": OWN_STORE,
     "import.md": "trainer.evaluate_stride_hours=2000 trainer.validate_every=0 logger=csv",
+}
+# Pages of features that the tests of their own folders train with: their commands run in the widest
+# tier, and are composed in the long one.
+OF_FEATURES = {
+    *("diffusion.md", "ensembles.md", "forecasting.md", "loss.md", "metrics.md", "models.md"),
+    *("optimizer.md", "physics.md", "pipeline.md", "rollouts.md", "sites.md", "training.md"),
+    "which-parallelism.md",
 }
 # Pages whose trainings draw plots: one of the quickstart, and one of a store with 13 levels.
 DRAWN = {"models.md", "evaluating.md"}
@@ -149,7 +160,30 @@ def _run_line(line, page, user):
 # A class for each page, so that several workers share the pages.
 for _page in filter(lambda page: BLOCK.search(page.read_text()), PAGES):
     _name = f"Test{_page.stem.title().replace('-', '')}"
-    globals()[_name] = pytest.mark.slow(type(_name, (Page,), {"page": _page}))
+    _tier = pytest.mark.exhaustive if _page.name in OF_FEATURES else pytest.mark.slow
+    globals()[_name] = _tier(type(_name, (Page,), {"page": _page}))
+
+
+@pytest.mark.slow
+def test_trainings_of_the_other_pages_have_keys_and_values_that_exist():
+    lines = [
+        (page.name, line)
+        for page in DOCS
+        if page.name in OF_FEATURES
+        for language, block in BLOCK.findall(page.read_text())
+        if language == "bash"
+        for line in filter(_trains, _lines(block))
+        if "--" not in line
+    ]
+    assert len(lines) >= 40
+    compose = Composer("train").compose_config
+    for name, line in lines:
+        given = parse_overrides(shlex.split(line.partition("train.py")[2], comments=True))
+        try:
+            compose([str(override.input_line) for override in given])
+        except UserError as error:
+            error.add_note(f"{name}: {line}")
+            raise
 
 
 def _anchors(page):

@@ -72,7 +72,7 @@ def test_the_page_after_the_first_run(tmp_path):
     assert (tmp_path / "scores/scorecard.html").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_page_of_a_region(tmp_path):
     said = _run_page("regional.md", FEWER_OF_REGION, tmp_path)
     assert "interpolated bilinearly: 2 initial times, without 2 rows and columns" in said

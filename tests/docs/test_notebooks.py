@@ -55,9 +55,14 @@ def kernel(tmp_path, monkeypatch):
         yield "warm"
 
 
+# `tests/slurm/test_cluster.py` runs the last one, on a sweep of its own.
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path",
+    [*NOTEBOOKS[:-1], pytest.param(NOTEBOOKS[-1], marks=pytest.mark.exhaustive)],
+    ids=lambda path: path.stem,
+)
 def test_notebook_runs(path, kernel):
     """Runs as if opened in the folder of notebooks, and leaves no file there."""
     import nbformat

@@ -13,7 +13,7 @@ from tests.ranks import TIMEOUT
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_comparison_of_models(tmp_path):
     command = [sys.executable, SCRIPTS / "compare_models.py", "--models", "crossformer,unet"]
     environment = {**os.environ, "WANDB_MODE": "disabled"}

@@ -10,7 +10,7 @@ from credit_dp.data.sources.opening import open_single_source
 from credit_dp.data.store import Store
 from credit_dp.errors import UserError
 from tests.data import stores
-from tests.data.tables import each
+from tests.tables import each
 
 
 def refusal(path, **changes):

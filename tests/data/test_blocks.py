@@ -15,7 +15,7 @@ from credit_dp.data.sources import stacked
 from credit_dp.data.sources.prepared import PreparedSource
 from credit_dp.errors import UserError
 from tests.data import prepared_stores, stores
-from tests.data.tables import each
+from tests.tables import each
 
 ROWS, COLUMNS, TRAIN = 13, 8, 8
 DATA = stores.dataset(ROWS, COLUMNS)

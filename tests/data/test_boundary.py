@@ -7,7 +7,7 @@ from credit_dp.data.boundary import check_boundary, given_share, rim_mask
 from credit_dp.data.grid import Grid
 from credit_dp.data.regrid import PointInterpolation
 from credit_dp.errors import UserError
-from tests.data.tables import each
+from tests.tables import each
 
 BOX = Grid(np.linspace(60, 40, 11), (np.arange(13) * 2.0 - 12) % 360)  # 348 to 12 degrees east
 GLOBE = Grid(np.linspace(90, -90, 19), np.arange(36) * 10.0)

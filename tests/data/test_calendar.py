@@ -16,7 +16,7 @@ from credit_dp.data.sources.sums import read_time_bounds
 from credit_dp.data.store import Store
 from credit_dp.errors import UserError
 from tests.data import stores
-from tests.data.tables import each
+from tests.tables import each
 
 OTHERS = ["noleap", "all_leap", "360_day", "julian", "proleptic_gregorian"]
 YEAR_LENGTHS = {"noleap": 365, "all_leap": 366, "360_day": 360}

@@ -12,7 +12,7 @@ from credit_dp.data.climatology import (
 )
 from credit_dp.data.setup import prepare_training_data
 from tests.data import stores
-from tests.data.tables import each
+from tests.tables import each
 
 DAY = np.timedelta64(1, "D")
 START = np.datetime64("2001-01-01", "ns")

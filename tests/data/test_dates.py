@@ -15,7 +15,7 @@ from credit_dp.data.dates import TimesNeeded, resolve_dates, split_slice
 from credit_dp.data.store import Store
 from credit_dp.errors import UserError
 from tests.data import stores
-from tests.data.tables import each
+from tests.tables import each
 
 
 def settled(times, step="6h", **dates):

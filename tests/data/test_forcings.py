@@ -17,7 +17,7 @@ from credit_dp.data.forcings import (
     year_fraction,
 )
 from tests.data.region_grids import rotated
-from tests.data.tables import each
+from tests.tables import each
 
 HOUR = np.timedelta64(1, "h")
 EVERYWHERE = np.linspace(90, -90, 19)

@@ -16,7 +16,7 @@ from credit_dp.data.grid import Grid, cell_areas, parse_grid, row_weights
 from credit_dp.errors import UserError
 from tests.data import cell_stores
 from tests.data.region_grids import RADIUS, Lambert, polar_stereographic, rotated
-from tests.data.tables import each
+from tests.tables import each
 
 
 def test_weights_of_three_rows_by_hand():

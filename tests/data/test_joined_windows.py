@@ -10,7 +10,7 @@ import xarray as xr
 from credit_dp.data.setup import prepare_training_data
 from credit_dp.data.store import Store
 from tests.data import stores
-from tests.data.tables import each
+from tests.tables import each
 
 HOUR = np.timedelta64(1, "h")
 START = np.datetime64("2000-01-01", "ns")

@@ -29,7 +29,7 @@ from credit_dp.data.units import KNOWN_VARIABLES
 from credit_dp.errors import UserError
 from tests.data import anemoi_stores, prepared_stores, stores
 from tests.data.rechunk import requests
-from tests.data.tables import each
+from tests.tables import each
 
 ALL = slice(None)
 PLACE = (5, 3, 2)  # time, row, column of the wrong value

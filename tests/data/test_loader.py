@@ -22,7 +22,7 @@ from credit_dp.data.setup import prepare_training_data
 from credit_dp.data.store import all_finite
 from credit_dp.errors import UserError
 from tests.data import stores
-from tests.data.tables import each
+from tests.tables import each
 
 SAMPLES = 7
 WHOLE = slice(0, 12)

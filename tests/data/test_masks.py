@@ -11,7 +11,7 @@ from credit_dp.data.masks import with_masks
 from credit_dp.data.store import Store
 from credit_dp.errors import UserError
 from tests.data import stores
-from tests.data.tables import each
+from tests.tables import each
 
 ROWS, COLUMNS, STEPS = 12, 8, 12
 DIMS = ("time", "latitude", "longitude")

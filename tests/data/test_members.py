@@ -22,7 +22,7 @@ from credit_dp.data.store import Store
 from credit_dp.errors import UserError
 from tests.data import ensemble_stores, stores
 from tests.data.ensemble_stores import MEMBERS, STATIC
-from tests.data.tables import each
+from tests.tables import each
 
 DATA = ensemble_stores.dataset()
 TRAIN = 8  # times

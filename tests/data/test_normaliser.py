@@ -20,7 +20,7 @@ from credit_dp.data.transforms import (
 )
 from credit_dp.data.units import is_nonnegative
 from credit_dp.errors import UserError
-from tests.data.tables import each
+from tests.tables import each
 
 EPS = 1e-3
 CHANNELS = Channels(

@@ -7,7 +7,7 @@ from credit_dp.data.grid import Grid
 from credit_dp.data.regrid import PointInterpolation, outside_points
 from credit_dp.errors import UserError
 from tests.data.proj import project
-from tests.data.tables import each
+from tests.tables import each
 
 # PROJ's projection, its x of columns and its y of rows. The first and the last lie across longitude
 # 180; the second has the pole, columns that go west, and an ellipsoid.

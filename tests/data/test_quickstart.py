@@ -41,7 +41,7 @@ from credit_dp.data.quickstart.physical_fields import (
     parabola,
 )
 from credit_dp.errors import UserError
-from tests.data.tables import each
+from tests.tables import each
 
 TINY = QuickstartConfig(truncation=10, runs=2, run_days=3, spinup_days=2)
 

@@ -5,7 +5,7 @@ import pytest
 
 from credit_dp.data.grid import Grid, row_weights
 from credit_dp.data.regrid import Regridder, RowLayout, regular_grid
-from tests.data.tables import each
+from tests.tables import each
 
 EXACT = 1e-12
 GRIDS = [(19, 36), (32, 64), (5, 7), (90, 36), (2, 3)]

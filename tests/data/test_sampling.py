@@ -7,7 +7,7 @@ from credit_dp.data.sampling import SampleSequence, initial_times, sample_times
 from credit_dp.data.store import Store
 from credit_dp.errors import UserError
 from tests.data import stores
-from tests.data.tables import each
+from tests.tables import each
 
 HOUR = np.timedelta64(1, "h")
 

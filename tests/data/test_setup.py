@@ -15,8 +15,8 @@ from credit_dp.data.setup import prepare_training_data
 from credit_dp.data.sources.opening import open_source
 from credit_dp.data.sources.prepared import METADATA_ATTRIBUTE
 from tests.data import anemoi_stores, prepared_stores, stores
-from tests.data.tables import each
 from tests.ranks import TIMEOUT
+from tests.tables import each
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from credit_dp.data.rechunk.field_selection import FieldSelection
 from credit_dp.data.store import Store
 from credit_dp.errors import UserError
 from tests.data import anemoi_stores, stores
-from tests.data.tables import each
+from tests.tables import each
 
 HOUR = np.timedelta64(1, "h")
 START = np.datetime64("2000-01-01", "ns")

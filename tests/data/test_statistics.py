@@ -20,7 +20,7 @@ from credit_dp.data.streaming import ThreadWorkers, TrainingDates
 from credit_dp.data.transforms import QuantileMap, sample_quantiles, weighted_quantiles
 from credit_dp.errors import UserError
 from tests.data import region_stores, stores
-from tests.data.tables import each
+from tests.tables import each
 
 
 def direct(fields, weights):

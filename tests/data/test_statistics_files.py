@@ -22,7 +22,7 @@ from credit_dp.data.statistics_files import (
 from credit_dp.data.store import Store
 from credit_dp.errors import UserError
 from tests.data import stores
-from tests.data.tables import each
+from tests.tables import each
 
 NAMES = ("mean", "std", "tendency_std", "minimum", "maximum", "forcing_mean", "static_std")
 

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from credit_dp.data.channels import Channel
 from credit_dp.data.store import Store
 from tests.data import stores
-from tests.data.tables import each
 from tests.ranks import TIMEOUT
+from tests.tables import each
 
 RENAMED = {"latitude": "lat", "longitude": "lon", "level": "pressure_level"}
 

@@ -13,7 +13,7 @@ from credit_dp.data.selection import data_step_indices
 from credit_dp.data.store import Store
 from credit_dp.errors import UserError
 from tests.data import stores
-from tests.data.tables import each
+from tests.tables import each
 
 HOUR = np.timedelta64(1, "h")
 ROWS, COLUMNS = 4, 6

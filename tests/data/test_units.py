@@ -30,7 +30,7 @@ from credit_dp.variable_names import (
     long_name,
     possible_canonical_names,
 )
-from tests.data.tables import each
+from tests.tables import each
 
 
 def source(**variables):

@@ -9,7 +9,7 @@ from credit_dp.data.setup import expected_channels
 from credit_dp.data.store import Store
 from credit_dp.errors import UserError
 from tests.data import stores
-from tests.data.tables import each
+from tests.tables import each
 
 
 def composed(*texts: str) -> DataConfig:

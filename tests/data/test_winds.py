@@ -18,8 +18,8 @@ from credit_dp.errors import UserError
 from tests.cli.invocation import answer
 from tests.data import region_grids, stores, wind_stores, wrf_files
 from tests.data.proj import project
-from tests.data.tables import each
 from tests.data.wind_stores import NAMES
+from tests.tables import each
 from tests.tier_cases import every
 
 STEP = 1e-4  # degrees, of finite differences

@@ -14,11 +14,11 @@ import pytest
 
 from credit_dp.cli.compose import Composer
 from credit_dp.cli.overrides import parse_overrides
-from credit_dp.errors import UserError
 from tests.commands import run, run_line
 from tests.data import anemoi_stores, stores, wrf_files
 from tests.docs import era5
 from tests.plots import DRAW_PLOTS
+from tests.tables import entry
 
 ROOT = Path(__file__).parents[2]
 # These run from beginning to end in `test_clean_clone`.
@@ -179,11 +179,8 @@ def test_trainings_of_the_other_pages_have_keys_and_values_that_exist():
     compose = Composer("train").compose_config
     for name, line in lines:
         given = parse_overrides(shlex.split(line.partition("train.py")[2], comments=True))
-        try:
+        with entry(f"{name}: {line}"):
             compose([str(override.input_line) for override in given])
-        except UserError as error:
-            error.add_note(f"{name}: {line}")
-            raise
 
 
 def _anchors(page):

@@ -24,6 +24,7 @@ from credit_dp.domain_parallel.rules import RULES
 from credit_dp.domain_parallel.transport import ThreadTransport, ThreadWorld
 from credit_dp.domain_parallel.verify import relative_error as error
 from credit_dp.domain_parallel.view.attach import attached_view
+from tests.tables import entry
 
 # Ranks that are threads share one random state: only one of them may draw from it at a time.
 RANDOM_LOCK = threading.Lock()
@@ -39,16 +40,6 @@ MODEL = 1e-11
 # Threads: of three ranks one has two neighbours. Other numbers show nothing that three do not.
 THREADS = [3, *(pytest.param(ranks, marks=pytest.mark.exhaustive) for ranks in (2, 4, 8))]
 SMALL_BAND_ENTRIES = base.SMALL_BAND_ENTRIES  # before it is replaced
-
-
-@contextmanager
-def entry(name: object) -> Iterator[None]:
-    """Name the entry of a table that fails."""
-    try:
-        yield
-    except BaseException as error:
-        error.add_note(f"entry: {name}")
-        raise
 
 
 @contextmanager

@@ -20,9 +20,10 @@ from credit_dp.domain_parallel import (
 from credit_dp.domain_parallel.decide import counting_manager
 from credit_dp.errors import UserError
 from credit_dp.models.unet import PeriodicConv2d
-from tests.domain_parallel.equality import assert_same_as_whole_globe, entry
+from tests.domain_parallel.equality import assert_same_as_whole_globe
 from tests.domain_parallel.models import small_cnn
 from tests.ranks import on_threads
+from tests.tables import entry
 
 
 def _mock():

@@ -31,8 +31,9 @@ from credit_dp.domain_parallel.layers import (
     DomainParallelPeriodicConv2d,
 )
 from credit_dp.models.unet import PeriodicConv2d
-from tests.domain_parallel.equality import MODEL, assert_same_as_whole_globe, entry
+from tests.domain_parallel.equality import MODEL, assert_same_as_whole_globe
 from tests.ranks import on_threads, seeded
+from tests.tables import entry
 
 
 def test_convolutions_that_need_a_halo():

@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from tests.domain_parallel.equality import assert_same_as_whole_globe, entry
+from tests.domain_parallel.equality import assert_same_as_whole_globe
 from tests.ranks import RankError, on_threads
+from tests.tables import entry
 
 
 class _Scaled(torch.autograd.Function):

@@ -24,8 +24,9 @@ from credit_dp.domain_parallel import (
 from credit_dp.domain_parallel.decide import counting_manager
 from credit_dp.domain_parallel.functional import active_context
 from credit_dp.errors import UserError
-from tests.domain_parallel.equality import MODEL, THREADS, assert_same_as_whole_globe, entry
+from tests.domain_parallel.equality import MODEL, THREADS, assert_same_as_whole_globe
 from tests.ranks import on_processes, on_threads, seeded
+from tests.tables import entry
 
 SHAPE = (2, 4, 13, 6)
 

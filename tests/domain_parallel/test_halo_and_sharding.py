@@ -28,8 +28,9 @@ from credit_dp.domain_parallel import (
 )
 from credit_dp.domain_parallel import manager as manager_module
 from credit_dp.errors import UserError
-from tests.domain_parallel.equality import THREADS, entry
+from tests.domain_parallel.equality import THREADS
 from tests.ranks import RankError, on_processes, on_threads, seeded
+from tests.tables import entry
 
 
 def _field(height, seed=0):

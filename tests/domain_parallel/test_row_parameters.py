@@ -22,8 +22,9 @@ from credit_dp.domain_parallel import (
     shard_tensor,
 )
 from credit_dp.errors import UserError
-from tests.domain_parallel.equality import MODEL, THREADS, assert_same_as_whole_globe, entry
+from tests.domain_parallel.equality import MODEL, THREADS, assert_same_as_whole_globe
 from tests.ranks import on_threads
+from tests.tables import entry
 
 SHAPE = (2, 4, 13, 6)
 B, C, H, W = SHAPE

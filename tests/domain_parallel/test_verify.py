@@ -27,7 +27,8 @@ from credit_dp.domain_parallel.transport import ThreadTransport, ThreadWorld
 from credit_dp.domain_parallel.verify import join_bands, relative_error
 from credit_dp.errors import UserError
 from credit_dp.models.unet import UNet
-from tests.domain_parallel.equality import THREADS, entry
+from tests.domain_parallel.equality import THREADS
+from tests.tables import entry
 from tests.tier_cases import every
 
 SHAPE = (2, 3, 11, 6)

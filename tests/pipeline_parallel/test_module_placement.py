@@ -19,7 +19,7 @@ from credit_dp.pipeline_parallel import (
     unparallelize_module,
     unparallelize_pipeline,
 )
-from tests.domain_parallel.equality import RANDOM_LOCK, entry
+from tests.domain_parallel.equality import RANDOM_LOCK
 from tests.pipeline_parallel.encoder_decoder import (
     Coder,
     Model,
@@ -30,6 +30,7 @@ from tests.pipeline_parallel.encoder_decoder import (
 )
 from tests.pipeline_parallel.models import build, shape
 from tests.ranks import on_threads
+from tests.tables import entry
 from tests.tier_cases import every
 
 CPU = torch.device("cpu")

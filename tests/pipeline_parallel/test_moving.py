@@ -12,8 +12,8 @@ from torch import nn
 
 from credit_dp.errors import UserError
 from credit_dp.pipeline_parallel import get_device, move_to_device
-from tests.domain_parallel.equality import entry
 from tests.pipeline_parallel.encoder_decoder import Model, an_input
+from tests.tables import entry
 
 CPU = torch.device("cpu")
 META = torch.device("meta")

@@ -31,7 +31,7 @@ from credit_dp.pipeline_parallel.stages import (
     segment_costs,
     stage_slices,
 )
-from tests.domain_parallel.equality import RANDOM_LOCK, entry
+from tests.domain_parallel.equality import RANDOM_LOCK
 from tests.pipeline_parallel.models import (
     COLUMNS,
     FIELDS,
@@ -44,6 +44,7 @@ from tests.pipeline_parallel.models import (
     shape,
 )
 from tests.ranks import on_threads
+from tests.tables import entry
 from tests.tier_cases import tiers
 from tests.training.runs import tiny_unet
 

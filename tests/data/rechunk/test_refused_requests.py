@@ -20,7 +20,7 @@ from tests.data.rechunk.requests import (
     tree,
     variable,
 )
-from tests.data.tables import each
+from tests.tables import each
 
 # Refused
 

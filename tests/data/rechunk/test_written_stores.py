@@ -26,7 +26,7 @@ from credit_dp.domain_parallel.partition import RowPartition
 from credit_dp.errors import UserError
 from tests.data import layouts, stores
 from tests.data.rechunk.requests import bits, config, prepared, request, variable
-from tests.data.tables import each
+from tests.tables import each
 from tests.tier_cases import tiers
 
 # Chunks that fit bands

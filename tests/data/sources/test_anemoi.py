@@ -6,7 +6,7 @@ from credit_dp.data.sources.anemoi import AnemoiSource, AnemoiVariables
 from credit_dp.data.store import Store
 from credit_dp.errors import UserError
 from tests.data import anemoi_stores, prepared_stores, stores
-from tests.data.tables import each
+from tests.tables import each
 
 DATA = stores.dataset(rows=11)
 CHANNELS = prepared_stores.channels_of(DATA)

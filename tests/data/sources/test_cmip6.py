@@ -14,7 +14,7 @@ from credit_dp.data.store import Store
 from credit_dp.data.units import check_units
 from credit_dp.errors import UserError
 from tests.data import stores
-from tests.data.tables import each
+from tests.tables import each
 
 STANDARD_NAMES = {
     "zg": ("geopotential_height", "m"),

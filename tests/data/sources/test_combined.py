@@ -10,7 +10,7 @@ from credit_dp.data.sources.gridded import GriddedSource
 from credit_dp.data.store import Store
 from credit_dp.errors import UserError
 from tests.data import anemoi_stores, prepared_stores, stores
-from tests.data.tables import each
+from tests.tables import each
 
 DATA = stores.dataset(rows=11)
 UPPER = ["geopotential", "temperature", "land_sea_mask"]

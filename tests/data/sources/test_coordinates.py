@@ -14,7 +14,7 @@ from credit_dp.data.sources.opening import open_single_source
 from credit_dp.errors import UserError
 from credit_dp.evaluation.forecast_store import ForecastStore
 from tests.data import stores
-from tests.data.tables import each
+from tests.tables import each
 
 DATA = stores.dataset(rows=9, columns=8, steps=3)[["temperature", "2m_temperature"]]
 NORTH = {"units": "degrees_north"}

@@ -21,7 +21,7 @@ from credit_dp.data.sources.opening import open_single_source
 from credit_dp.data.sources.storage import READS_BETWEEN_CHECKS, CountingStore
 from credit_dp.errors import UserError
 from tests.data import stores
-from tests.data.tables import each
+from tests.tables import each
 
 TEMPERATURE = [Channel("temperature", level) for level in stores.LEVELS]
 WHOLE = slice(0, 12)

@@ -11,7 +11,7 @@ from credit_dp.data.channels import Channel
 from credit_dp.data.sources.gridded import GriddedSource
 from credit_dp.errors import UserError
 from tests.data import stores
-from tests.data.tables import each
+from tests.tables import each
 
 DATA = stores.dataset(rows=6)[["2m_temperature", "temperature"]]
 

@@ -10,7 +10,7 @@ from zarr.core.buffer import default_buffer_prototype
 from zarr.storage import LocalStore
 
 from credit_dp.data.sources.storage import SMALL_RANGE, FolderStore
-from tests.data.tables import each
+from tests.tables import each
 
 SIZE = 2 * SMALL_RANGE
 RANGES = [

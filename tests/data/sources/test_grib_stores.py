@@ -18,7 +18,6 @@ from credit_dp.data.store import Store
 from credit_dp.errors import UserError
 from tests.data import stores
 from tests.data.proj import project
-from tests.data.tables import each
 from tests.forecast.grib_files import (
     ECMWF,
     ORDERS,
@@ -29,6 +28,7 @@ from tests.forecast.grib_files import (
     write_projected,
     write_scanned,
 )
+from tests.tables import each
 from tests.tier_cases import every, tiers
 
 HOUR = np.timedelta64(1, "h")

@@ -18,7 +18,7 @@ from credit_dp.data.sources.opening import open_source
 from credit_dp.errors import UserError
 from tests.data import anemoi_stores, stores
 from tests.data.layouts import consolidate
-from tests.data.tables import each
+from tests.tables import each
 
 STEPS = 24
 HALF = STEPS // 2

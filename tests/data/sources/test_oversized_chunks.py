@@ -24,7 +24,7 @@ from credit_dp.data.sources.stacked import TensorStoreReader, open_shard_reader
 from credit_dp.data.sources.storage import declared_size, decode_bounded, open_zarr_store
 from credit_dp.errors import UserError
 from tests.data import stores
-from tests.data.tables import each
+from tests.tables import each
 
 SIZE = 200 * 2**20  # of each chunk that is too large; its values have 384 bytes
 ALLOWED = 40 * 2**10  # kB: more than all reads of a small store need, far less than one such chunk

@@ -14,7 +14,7 @@ from credit_dp.errors import UserError
 from tests.data import region_stores
 from tests.data.proj import project
 from tests.data.region_stores import projected
-from tests.data.tables import each
+from tests.tables import each
 
 # Projections in the words of PROJ, and as files have them.
 NORKYST_CRS = "+proj=stere +ellps=WGS84 +lat_0=90 +lat_ts=60 +lon_0=70 +x_0=3192800 +y_0=1784000"

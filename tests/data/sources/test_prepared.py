@@ -12,7 +12,7 @@ from credit_dp.data.sources.stacked import StackedArray
 from credit_dp.data.sources.storage import StoreChangeDetector
 from credit_dp.errors import UserError
 from tests.data import prepared_stores, stores
-from tests.data.tables import each
+from tests.tables import each
 
 DATA = stores.dataset(rows=11)
 CHANNELS = prepared_stores.channels_of(DATA)

@@ -21,7 +21,7 @@ from credit_dp.data.sources.prepared import PreparedSource
 from credit_dp.data.sources.stacked import is_raw_float32
 from credit_dp.errors import UserError
 from tests.data import prepared_stores, stores
-from tests.data.tables import each
+from tests.tables import each
 from tests.tier_cases import tiers
 
 HEIGHT, WIDTH = 721, 1440

@@ -20,7 +20,7 @@ from credit_dp.data.store import Store
 from credit_dp.errors import UserError
 from tests.data import stores
 from tests.data.layouts import LAYOUTS, Layout, consolidate
-from tests.data.tables import each
+from tests.tables import each
 
 
 @pytest.fixture(scope="module")

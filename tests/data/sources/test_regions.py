@@ -17,7 +17,7 @@ from credit_dp.errors import UserError
 from tests.cli.invocation import answer
 from tests.data import anemoi_stores, region_grids, region_stores, stores
 from tests.data.region_stores import KINDS, ROWS
-from tests.data.tables import each
+from tests.tables import each
 from tests.tier_cases import tiers
 
 NAMES = {"box": ("latitude", "longitude"), "lambert": ("latitude", "longitude")}

@@ -16,7 +16,7 @@ from credit_dp.data.store import Store
 from credit_dp.errors import UserError
 from tests.data import cell_stores, region_stores, stores
 from tests.data.cell_stores import NAMES, Cells, bounds, means_over_areas
-from tests.data.tables import each
+from tests.tables import each
 
 CELLS = {
     "O4": cell_stores.octahedral(4),

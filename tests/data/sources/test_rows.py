@@ -10,7 +10,7 @@ from credit_dp.data.sources.opening import open_single_source, open_source
 from credit_dp.data.sources.rows import CellRows
 from credit_dp.errors import UserError
 from tests.data import cell_stores, stores
-from tests.data.tables import each
+from tests.tables import each
 
 # Cells, rows and longest row, as ECMWF and the HEALPix papers give them.
 GRIDS = {

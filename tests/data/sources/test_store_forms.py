@@ -15,7 +15,7 @@ from credit_dp.data.sources.opening import open_source
 from credit_dp.data.store import Store
 from credit_dp.errors import UserError
 from tests.data.sources import store_forms as forms
-from tests.data.tables import each
+from tests.tables import each
 
 DATA = forms.dataset()
 LONG = {

@@ -13,7 +13,7 @@ from credit_dp.data.channels import Channel
 from credit_dp.data.sources.opening import open_single_source
 from credit_dp.errors import UserError
 from tests.data import stores, virtual_stores
-from tests.data.tables import each
+from tests.tables import each
 
 DATA = stores.dataset(16, 32, steps=20)
 FIELD = Channel("2m_temperature")

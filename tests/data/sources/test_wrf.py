@@ -14,7 +14,7 @@ from credit_dp.data.sources.opening import open_single_source, open_source
 from credit_dp.errors import UserError
 from tests.data import region_stores, stores, wrf_files
 from tests.data.proj import project
-from tests.data.tables import each
+from tests.tables import each
 
 
 @each("kind", ["lambert", "polar", "mercator", "lat-lon"])

@@ -45,7 +45,6 @@ from tests.domain_parallel.equality import (
     MODEL,
     RANDOM_LOCK,
     assert_same_as_whole_globe,
-    entry,
     error,
     halos_travel,
     in_both_ways,
@@ -61,6 +60,7 @@ from tests.domain_parallel.layers.kinds import (
 )
 from tests.domain_parallel.models import Moved
 from tests.ranks import DEVICE, PROCESSES, on_processes, on_threads, seeded
+from tests.tables import entry
 
 
 class ChangedInPlace(Layer):

@@ -21,12 +21,12 @@ from credit_dp.models.unet import PeriodicConv2d
 from tests.domain_parallel.equality import (
     THREADS,
     assert_same_as_whole_globe,
-    entry,
     halos_travel,
     in_both_ways,
 )
 from tests.domain_parallel.models import Moved
 from tests.ranks import DEVICE, on_threads
+from tests.tables import entry
 
 SLOW = pytest.mark.slow
 CONVS = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}

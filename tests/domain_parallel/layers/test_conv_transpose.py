@@ -20,9 +20,10 @@ from credit_dp.domain_parallel import (
 from credit_dp.domain_parallel.convert import replan
 from credit_dp.domain_parallel.partition import RowPartition
 from credit_dp.errors import UserError
-from tests.domain_parallel.equality import THREADS, assert_same_as_whole_globe, entry
+from tests.domain_parallel.equality import THREADS, assert_same_as_whole_globe
 from tests.domain_parallel.models import Moved
 from tests.ranks import DEVICE, on_threads, seeded
+from tests.tables import entry
 
 SLOW = pytest.mark.slow
 CONVS = {1: nn.ConvTranspose1d, 2: nn.ConvTranspose2d, 3: nn.ConvTranspose3d}

@@ -27,8 +27,9 @@ from credit_dp.domain_parallel.layers import (
 )
 from credit_dp.domain_parallel.layers.depthwise import DepthwiseLayer
 from credit_dp.errors import UserError
-from tests.domain_parallel.equality import RANDOM_LOCK, THREADS, assert_same_as_whole_globe, entry
+from tests.domain_parallel.equality import RANDOM_LOCK, THREADS, assert_same_as_whole_globe
 from tests.ranks import DEVICE, on_processes, on_threads
+from tests.tables import entry
 from tests.tier_cases import tiers
 
 BYTES = 8  # float64

@@ -27,10 +27,10 @@ from tests.domain_parallel.equality import (
     OPERATOR,
     THREADS,
     assert_same_as_whole_globe,
-    entry,
     halos_travel,
 )
 from tests.ranks import on_threads, seeded
+from tests.tables import entry
 
 OFFSETS = st.sampled_from([0.0, 1e4])
 

@@ -12,9 +12,10 @@ from torch import nn
 from credit_dp.domain_parallel import convert_to_domain_parallel, gather_tensor, shard_tensor
 from credit_dp.domain_parallel.layers import DomainParallelPad, DomainParallelPolePad
 from credit_dp.models.blocks import POLE_PADDINGS, PolePad
-from tests.domain_parallel.equality import THREADS, assert_same_as_whole_globe, entry, error
+from tests.domain_parallel.equality import THREADS, assert_same_as_whole_globe, error
 from tests.domain_parallel.models import Moved
 from tests.ranks import DEVICE, RankError, on_threads
+from tests.tables import entry
 
 KINDS = ["Zero", "Constant", "Reflection", "Replication", "Circular"]
 MOVES = {1: "columns", 2: "nothing", 3: "times"}

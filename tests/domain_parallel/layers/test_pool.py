@@ -16,9 +16,10 @@ from credit_dp.domain_parallel.layers import (
     DomainParallelMaxPool,
     pool,
 )
-from tests.domain_parallel.equality import THREADS, assert_same_as_whole_globe, entry
+from tests.domain_parallel.equality import THREADS, assert_same_as_whole_globe
 from tests.domain_parallel.models import Moved
 from tests.ranks import on_threads, seeded
+from tests.tables import entry
 
 MAX = (nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d)
 AVG = (nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d)

@@ -15,8 +15,9 @@ from credit_dp.domain_parallel.layers.reduce import (
     DomainParallelMean,
     DomainParallelSum,
 )
-from tests.domain_parallel.equality import THREADS, assert_same_as_whole_globe, entry
+from tests.domain_parallel.equality import THREADS, assert_same_as_whole_globe
 from tests.ranks import on_threads, seeded
+from tests.tables import entry
 
 REDUCTIONS = {
     torch.mean: DomainParallelMean,

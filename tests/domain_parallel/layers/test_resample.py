@@ -18,9 +18,10 @@ from credit_dp.domain_parallel.layers import (
 )
 from credit_dp.domain_parallel.layers.resample import ANTIALIASED_MODES, AntialiasedUpsample
 from credit_dp.models.unet import PeriodicUpsample
-from tests.domain_parallel.equality import THREADS, assert_same_as_whole_globe, entry, error
+from tests.domain_parallel.equality import THREADS, assert_same_as_whole_globe, error
 from tests.domain_parallel.models import Moved
 from tests.ranks import DEVICE, RankError, on_threads
+from tests.tables import entry
 
 MODES = ["nearest", "nearest-exact", "bilinear", "bicubic", "area"]
 

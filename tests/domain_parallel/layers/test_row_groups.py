@@ -19,9 +19,10 @@ from credit_dp.domain_parallel.rules import RULES
 from credit_dp.errors import UserError
 from credit_dp.models.blocks import StochasticDepth, draw_stochastic_depths
 from credit_dp.models.row_groups import GroupedRows, dilated, windows
-from tests.domain_parallel.equality import THREADS, assert_same_as_whole_globe, entry
+from tests.domain_parallel.equality import THREADS, assert_same_as_whole_globe
 from tests.domain_parallel.models import RowGroupAttention, RowGroupModel
 from tests.ranks import RankError, on_processes, on_threads
+from tests.tables import entry
 from tests.tier_cases import tiers
 
 

@@ -18,8 +18,9 @@ from credit_dp.domain_parallel.layers.base import RowLayer
 from credit_dp.domain_parallel.layers.pad import DomainParallelPadLayer
 from credit_dp.domain_parallel.rules import REGISTERED, RULES, register
 from credit_dp.errors import UserError
-from tests.domain_parallel.equality import assert_same_as_whole_globe, entry
+from tests.domain_parallel.equality import assert_same_as_whole_globe
 from tests.ranks import on_threads
+from tests.tables import entry
 
 SHAPE = (2, 4, 11, 6)
 

@@ -13,8 +13,9 @@ from torch import nn
 from credit_dp.domain_parallel import convert_to_domain_parallel, functional
 from credit_dp.domain_parallel.decide import counting_manager
 from credit_dp.errors import UserError
-from tests.domain_parallel.equality import assert_same_as_whole_globe, entry
+from tests.domain_parallel.equality import assert_same_as_whole_globe
 from tests.ranks import RankError, on_threads
+from tests.tables import entry
 from tests.tier_cases import every
 
 SHAPE = (2, 4, 13, 6)

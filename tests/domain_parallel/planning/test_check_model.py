@@ -6,7 +6,7 @@ from torch import nn
 
 from credit_dp.domain_parallel.planning.model_plan import check_model
 from credit_dp.errors import UserError
-from tests.domain_parallel.equality import entry
+from tests.tables import entry
 
 
 class Model(nn.Module):

@@ -22,9 +22,10 @@ from credit_dp.domain_parallel.convert import PlanAtFirstForward
 from credit_dp.domain_parallel.decide import counting_manager
 from credit_dp.domain_parallel.transport import ThreadTransport, ThreadWorld
 from credit_dp.errors import UserError
-from tests.domain_parallel.equality import assert_same_as_whole_globe, entry
+from tests.domain_parallel.equality import assert_same_as_whole_globe
 from tests.domain_parallel.models import small_cnn
 from tests.ranks import on_threads, seeded
+from tests.tables import entry
 
 
 def _planned(manager, model, shape):

@@ -11,8 +11,9 @@ from credit_dp.domain_parallel import convert_to_domain_parallel
 from credit_dp.domain_parallel.decide import counting_manager
 from credit_dp.domain_parallel.rules import RULES, _keep
 from credit_dp.errors import UserError
-from tests.domain_parallel.equality import assert_same_as_whole_globe, entry
+from tests.domain_parallel.equality import assert_same_as_whole_globe
 from tests.ranks import DEVICE, on_threads
+from tests.tables import entry
 
 SHAPE = (2, 4, 13, 6)
 SETTINGS = {nn.Threshold: (0.1, 0.2), nn.GLU: (1,)}

@@ -7,8 +7,7 @@ to compute on bands is known to `compute_on_bands` and `dim_of_bands` alone.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -21,6 +20,7 @@ from credit_dp.domain_parallel import DomainParallelManager, shard_tensor
 from credit_dp.domain_parallel.view.attach import attach_view
 from credit_dp.domain_parallel.view.tensor import GlobalTensor, is_band
 from tests.ranks import RankError, on_threads
+from tests.tables import entry
 
 CHANNELS = 8
 COLUMNS = 6
@@ -176,16 +176,6 @@ def check(
     return list(sent)
 
 
-@contextmanager
-def case(name: object) -> Iterator[None]:
-    """Add to errors in which entry of a table they were raised."""
-    try:
-        yield
-    except Exception as error:
-        error.add_note(f"in {name!r}")
-        raise
-
-
 def check_table(
     functions: Mapping[str, Function], ranks: int, whole: Collection[str] | None = ()
 ) -> None:
@@ -193,7 +183,7 @@ def check_table(
     errors: list[Exception] = []
     for name, function in functions.items():
         try:
-            with case(name):
+            with entry(name):
                 check(function, (2, CHANNELS, HEIGHTS[ranks], COLUMNS), ranks, whole)
         except (AssertionError, RankError) as error:
             errors.append(error)
@@ -207,7 +197,7 @@ def check_together(functions: Mapping[str, Function], whole: Collection[str] | N
         check(lambda m, x: [function(m, x * 1) for function in functions.values()], whole=whole)
     except (AssertionError, RankError) as error:
         for name, function in functions.items():
-            with case(name):
+            with entry(name):
                 check(function, whole=whole)
         error.add_note(f"together only: {list(functions)}")
         raise

@@ -17,8 +17,9 @@ from credit_dp.domain_parallel.decide import Wanted, counting_manager, decide_vi
 from credit_dp.domain_parallel.partition import RowPartition
 from credit_dp.domain_parallel.view.attach import attached_view
 from credit_dp.errors import UserError
-from tests.domain_parallel.view.functions import CHANNELS, COLUMNS, RANKS, Model, case, check
+from tests.domain_parallel.view.functions import CHANNELS, COLUMNS, RANKS, Model, check
 from tests.ranks import on_threads
+from tests.tables import entry
 
 
 def _attend(x, size):
@@ -61,7 +62,7 @@ HEIGHTS_AND_SIZES = [(48, 8), (46, 4), (25, 6), (13, 3), (10, 6), (7, 7)]
 @pytest.mark.parametrize("order", ORDERS)
 def test_attention_in_windows_is_that_of_the_globe(order, ranks):
     for height, size in HEIGHTS_AND_SIZES:
-        with case((height, size)):
+        with entry((height, size)):
             check(partial(_by_index, order, size), (2, CHANNELS, height, COLUMNS), ranks)
 
 
@@ -102,7 +103,7 @@ def test_windows_of_rows_and_columns_are_those_of_the_globe(ranks):
     for height, columns, size in [
         (6, 8, (3, 2)), (7, 12, (7, 3)), (10, 8, (5, 4)), (8, 10, (4, 1)), (6, 18, (2, 2))
     ]:  # fmt: skip
-        with case((height, columns, size)):
+        with entry((height, columns, size)):
             check(partial(_in_windows, size), (2, CHANNELS, height, columns), ranks)
 
 

@@ -31,13 +31,13 @@ from tests.domain_parallel.view.functions import (
     RANKS,
     Model,
     assert_close,
-    case,
     check,
     check_table,
     compute_on_bands,
     dim_of_bands,
 )
 from tests.ranks import RankError, on_threads
+from tests.tables import entry
 
 # Of torch on GPUs, where the view gives copies of their weights to recurrent layers.
 pytestmark = pytest.mark.filterwarnings("ignore:RNN module weights")
@@ -75,7 +75,7 @@ def test_antialiased_interpolation_to_fewer_rows_stays_in_bands():
 
 def test_what_no_rule_can_do_runs_whole():
     for name, function in RUN_WHOLE.items():
-        with case(name):
+        with entry(name):
             check(function, whole={name})
 
 

@@ -12,8 +12,9 @@ from torch import nn
 from credit_dp.domain_parallel import shard_tensor
 from credit_dp.domain_parallel.layers.norm import accumulation_dtype
 from credit_dp.domain_parallel.view import norms, reductions
-from tests.domain_parallel.view.functions import case, compute_on_bands
+from tests.domain_parallel.view.functions import compute_on_bands
 from tests.ranks import DEVICE, on_threads
+from tests.tables import entry
 
 SHAPE = (1, 3, 13, 6)
 INF = float("inf")
@@ -66,7 +67,7 @@ def test_autocast_on_gpus_widens_sums_and_norms_over_rows(monkeypatch):
     torch.manual_seed(0)
     x = torch.randn(SHAPE).bfloat16()
     for name, function in WIDENED.items():
-        with case(name):
+        with entry(name):
             outputs, _ = _on_ranks(function, x)
             y = outputs[0] if name != "layer norm" else torch.cat(outputs, -2)
             is_kept = name in KEEP_THEIR_TYPE
@@ -110,7 +111,7 @@ def test_the_variance_of_halves_keeps_its_digits_beside_a_large_mean():
     torch.manual_seed(0)
     x = (280.5 + 2 * torch.randn(1, 3, 64, 16)).bfloat16()
     for name, spread in SPREADS.items():
-        with case(name):
+        with entry(name):
             (y, *_), _ = _on_ranks(spread, x)
             assert y.dtype == torch.bfloat16
             torch.testing.assert_close(y, spread(x.float()).bfloat16())
@@ -161,6 +162,6 @@ def test_a_dropout_that_drops_nothing_returns_its_argument():
 
     x = torch.randn(SHAPE)
     for name, dropout in DROPOUTS.items():
-        with case(name):
+        with entry(name):
             outputs, _ = _on_ranks(partial(add_in_place, dropout=dropout), x)
             torch.testing.assert_close(torch.cat(outputs, -2), 2 * (x + 1))

@@ -17,11 +17,11 @@ from tests.domain_parallel.view.functions import (
     COLUMNS,
     RANKS,
     Model,
-    case,
     check,
     compute_on_bands,
 )
 from tests.ranks import on_threads
+from tests.tables import entry
 
 ROWS = 48
 
@@ -139,7 +139,7 @@ def cases(ranks: int) -> dict[str, Sent]:
 @pytest.mark.parametrize("ranks", RANKS)
 def test_rows_are_sent_once(ranks):
     for name, (function, rows, messages) in cases(ranks).items():
-        with case(name):
+        with entry(name):
             sent = check(function, (2, CHANNELS, ROWS, COLUMNS), ranks)
             for of_pass in zip(*sent, strict=True):
                 found = [sum(counts) for counts in zip(*of_pass, strict=True)]

@@ -21,12 +21,12 @@ from tests.domain_parallel.view.functions import (
     RANKS,
     Cube,
     Model,
-    case,
     check,
     check_together,
     compute_on_bands,
 )
 from tests.ranks import RankError, cpu_only, on_threads
+from tests.tables import entry
 
 
 def masked_windows(m, x):
@@ -468,7 +468,7 @@ def _check_random(seeds, program, accept=lambda function, shape, ranks: True, re
         shape, ranks, function = (2, CHANNELS, 9 + seed % 5, COLUMNS), 2 + seed % 3, program(seed)
         if not (_runs_on_one_process(function, shape) and accept(function, shape, ranks)):
             continue
-        with case(seed):
+        with entry(seed):
             try:
                 check(function, shape, ranks, whole=None)
             except RankError as error:

@@ -1,6 +1,6 @@
 import pytest
 
-from tests.data.tables import each
+from tests.tables import each
 
 
 def test_each_entry_of_a_table_is_tried_and_the_one_that_fails_is_named(tmp_path):
@@ -15,6 +15,6 @@ def test_each_entry_of_a_table_is_tried_and_the_one_that_fails_is_named(tmp_path
     with pytest.raises(AssertionError) as caught:
         table(tmp_path=tmp_path)
     assert called == [("0", 1), ("1", 3)]
-    assert caught.value.__notes__ == ["entry 1 of the table: (3, 4)"]
+    assert caught.value.__notes__ == ["entry: {'first': 3, 'second': 4}"]
     with pytest.raises(AssertionError, match="without entries"):
         each("first", [])(table)

@@ -1,13 +1,24 @@
-"""Runs a test for each entry of a table, as one test."""
+"""Tables of cases that are one test, which names the entry that fails."""
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 
 Test = Callable[..., None]
+
+
+@contextmanager
+def entry(name: object) -> Iterator[None]:
+    """Name the entry of a table that fails."""
+    try:
+        yield
+    except BaseException as error:
+        error.add_note(f"entry: {name}")
+        raise
 
 
 def each(names: str, table: Iterable[Any]) -> Callable[[Test], Test]:
@@ -25,13 +36,10 @@ def each(names: str, table: Iterable[Any]) -> Callable[[Test], Test]:
 
         @functools.wraps(test)
         def loop(*args: Any, **fixtures: Any) -> None:
-            for number, entry in enumerate(entries):
-                given = dict(zip(keys, entry if len(keys) > 1 else (entry,), strict=True))
-                try:
+            for number, values in enumerate(entries):
+                given = dict(zip(keys, values if len(keys) > 1 else (values,), strict=True))
+                with entry(given):
                     _call(test, args, fixtures, given, str(number))
-                except BaseException as error:
-                    error.add_note(f"entry {number} of the table: {entry}")
-                    raise
 
         left = [x for name, x in signature.parameters.items() if name not in keys]
         loop.__signature__ = signature.replace(parameters=left)  # type: ignore[attr-defined]

@@ -372,14 +372,14 @@ def default_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_persistence_forgets_as_fast_as_the_real_atmosphere(default_store):
     found = measure_realism(default_store, TRAINING, HELD_OUT)
     for days, era5 in ((3, 936.0), (5, 1033.0)):
         assert found.persistence[days] / found.climatology == pytest.approx(era5 / 816, rel=0.3)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_errors_are_stationary(default_store):
     """Two disjoint years about one climatology: neither persistence nor the spread drifts."""
     whole = (TRAINING[0], HELD_OUT[1])

@@ -43,9 +43,9 @@ SHORT = {
 # Pages of features that the tests of their own folders train with: their commands run in the widest
 # tier, and are composed in the long one.
 OF_FEATURES = {
-    *("diffusion.md", "ensembles.md", "forecasting.md", "loss.md", "metrics.md", "models.md"),
-    *("optimizer.md", "physics.md", "pipeline.md", "rollouts.md", "sites.md", "training.md"),
-    "which-parallelism.md",
+    *("diffusion.md", "ensembles.md", "evaluating.md", "forecasting.md", "loss.md", "metrics.md"),
+    *("models.md", "optimizer.md", "physics.md", "pipeline.md", "rollouts.md", "sites.md"),
+    *("training.md", "which-parallelism.md"),
 }
 # Pages whose trainings draw plots: one of the quickstart, and one of a store with 13 levels.
 DRAWN = {"models.md", "evaluating.md"}

@@ -163,8 +163,8 @@ def test_bands_train_as_one_process(stored, on_bands):
 
 
 @only(
-    slow=("O16 on 17x16", "Lambert netCDF", "noleap zarr"),
-    exhaustive=(*REGIONS, "360_day netCDF", "regular on 12x24"),
+    slow=("O16 on 17x16", "noleap zarr"),
+    exhaustive=("Lambert netCDF", *REGIONS, "360_day netCDF", "regular on 12x24"),
 )
 def test_training_on_a_prepared_copy_is_the_same_in_every_bit(stored, on_bands):
     words = (f"store={stored.store}", "out=copy.zarr", *stored.selection)
@@ -177,7 +177,7 @@ def test_training_on_a_prepared_copy_is_the_same_in_every_bit(stored, on_bands):
     assert times.equals(stored.form.data["time"].to_index())  # in its calendar
 
 
-@only(slow=("O16 on 17x16", "Lambert netCDF"), exhaustive=tuple(FORMS))
+@only(slow=("O16 on 17x16",), exhaustive=tuple(FORMS))
 def test_ranks_of_commands_do_as_one_process(trained):
     """They train, resume on another number of ranks, and forecast."""
     trained.train("longer", "trainer.steps=4")

@@ -51,7 +51,7 @@ OTHERS = [name for name, family in FAMILIES.items() if family.package != "own" a
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("default")
-@pytest.mark.parametrize("name", OWN + every(2, OTHERS, pytest.mark.exhaustive))
+@pytest.mark.parametrize("name", OWN + every(4, OTHERS, pytest.mark.exhaustive))
 def test_all_models_are_exact_on_three_ranks(name: str) -> None:
     _check(FAMILIES[name], compare(FAMILIES[name], 3, trains=True))
 

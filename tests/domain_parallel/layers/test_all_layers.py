@@ -61,6 +61,7 @@ from tests.domain_parallel.layers.kinds import (
 from tests.domain_parallel.models import Moved
 from tests.ranks import DEVICE, PROCESSES, on_processes, on_threads, seeded
 from tests.tables import entry
+from tests.tier_cases import tiers
 
 
 class ChangedInPlace(Layer):
@@ -95,8 +96,7 @@ def every_layer_planned_or_not(manager):
                 )
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("ranks", tiers([], [(2,), (3,)], [(4,)]))
 def test_every_layer_on_gloo_ranks(ranks):
     on_processes(ranks, every_layer_planned_or_not)
 

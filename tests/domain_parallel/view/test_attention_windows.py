@@ -20,6 +20,7 @@ from credit_dp.errors import UserError
 from tests.domain_parallel.view.functions import CHANNELS, COLUMNS, RANKS, Model, check
 from tests.ranks import on_threads
 from tests.tables import entry
+from tests.tier_cases import tiers
 
 
 def _attend(x, size):
@@ -224,9 +225,9 @@ def _sent_bytes(plan):
     return sum(part.bytes for part in (*plan.forward, *plan.backward))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "most"), [("unet_base", 1.11), ("pangu_base", 1.0), ("crossformer_base", 1.31)]
+    ("name", "most"),
+    tiers([], [("unet_base", 1.11)], [("pangu_base", 1.0), ("crossformer_base", 1.31)]),
 )
 def test_presets_send_little_more_than_their_layers(name, most):
     from credit_dp.cli.compose import Composer

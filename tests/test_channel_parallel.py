@@ -64,6 +64,7 @@ def test_both_ways_and_their_gradients(cuts, before, columns):
 CASES = [((3, 2), (2, 1)), ((3, 2, 2), (1, 1, 0)), ((1, 4, 2, 2), (3, 0, 2, 1))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("rows", "channels"), tiers(CASES[1:2], CASES[::2]))
 def test_on_gloo_ranks(rows, channels):
     on_processes(len(rows), _transpose_both_ways, rows, channels, (2,), 3, torch.bfloat16)

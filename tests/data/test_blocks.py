@@ -101,6 +101,7 @@ def only_blocks(monkeypatch):
 BLOCK_SIZES = {40: slice(0, ROWS), 300: slice(3, 9), 2500: slice(0, ROWS), 2**20: slice(12, 13)}
 
 
+@pytest.mark.slow
 @each("case", CONFIGS)
 def test_blocks_bring_the_same_bits(path, only_blocks, monkeypatch, case):
     ready = prepare_training_data(stores.config(path, **settings(**CONFIGS[case])))
@@ -182,6 +183,7 @@ def count_calls(monkeypatch, owner, name):
     return calls
 
 
+@pytest.mark.slow
 def test_a_byte_is_read_once_and_nothing_as_large_as_a_field_is_allocated(plain, monkeypatch):
     channels, checksum = 8, 4
     field = PLAIN_ROWS * 256 * 4
@@ -264,6 +266,7 @@ VALUES = {
 }
 
 
+@pytest.mark.slow
 @each("case, last", [("missing", False), ("infinite", True), ("too large", True),
                      ("missing in a field with a fill", False)])  # fmt: skip
 def test_values_are_checked_in_blocks_as_in_fields(path, tmp_path, case, last):

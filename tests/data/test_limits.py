@@ -130,6 +130,7 @@ MESSAGES: list[tuple[Change, list[str], str]] = [
 
 
 class TestMessage:
+    @pytest.mark.slow
     @each("change, names, expected", MESSAGES)
     def test_what_is_wrong(
         self, tmp_path: Path, change: Change, names: list[str], expected: str

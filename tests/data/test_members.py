@@ -150,6 +150,7 @@ def ready(tmp_path_factory):
     return prepare_training_data(stores.config(path, step="6h"))
 
 
+@pytest.mark.slow
 def test_each_member_and_time_is_a_sample_once_an_epoch(ready):
     size = MEMBERS * STARTS
     sequence = SampleSequence(size, 2, seed=5)
@@ -254,6 +255,7 @@ def test_masks_are_of_all_members(tmp_path):
         assert np.flatnonzero(~mask.all(axis=1)).tolist() == rows
 
 
+@pytest.mark.slow
 def test_statistics_are_of_the_members_or_of_more(tmp_path):
     path = stores.write(DATA, tmp_path / "store.zarr")
     alone = stores.write(ensemble_stores.member(DATA, 0), tmp_path / "alone.zarr")

@@ -37,6 +37,7 @@ def same(first, second):
     assert np.array_equal(*fields)
 
 
+@pytest.mark.slow
 def test_a_second_run_computes_nothing_again(path):
     first, titles = titles_of(stores.config(path))
     assert {title for title, _ in titles} == {"statistics and climatology"}
@@ -48,6 +49,7 @@ def test_a_second_run_computes_nothing_again(path):
     same(first, second)
 
 
+@pytest.mark.slow
 def test_nothing_is_computed_if_that_is_not_allowed(path):
     """Each part in turn is missing, and nothing is written instead."""
     cache = Path(stores.config(path).cache)
@@ -180,6 +182,7 @@ def expected_mean(data, settings):
     return np.average(fields.mean(["time", "longitude"]), weights=-np.diff(edges))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "form", [x if x == "zarr 3" else pytest.param(x, marks=pytest.mark.slow) for x in FORMS]
 )

@@ -206,6 +206,7 @@ def test_diagnostic_channels_come_after_the_prognostic_ones(tmp_path):
         assert np.array_equal(getattr(found, name), getattr(all_of_them, name)[order])
 
 
+@pytest.mark.slow
 @each(
     "role, normalise, allowed",
     [

@@ -60,6 +60,7 @@ def refused(path, file, **changes):
     return text
 
 
+@pytest.mark.slow
 def test_a_file_gives_the_statistics_of_the_cache(path, own):
     given = prepare_training_data(stores.config(path, statistics=own)).statistics
     computed = prepare_training_data(stores.config(path)).statistics

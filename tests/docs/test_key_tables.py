@@ -78,6 +78,7 @@ CHOICES = [
 ]
 
 
+@pytest.mark.slow
 def test_the_page_of_all_keys_has_those_of_each_choice() -> None:
     page = (ROOT / "docs/keys.md").read_text()
     compose = Composer("train").compose_config

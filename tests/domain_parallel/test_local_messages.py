@@ -166,6 +166,7 @@ def send_to_closed_connection(manager):
         signal.signal(signal.SIGPIPE, before)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(socket, "MSG_NOSIGNAL"), reason="the system has no such flag")
 def test_a_closed_connection_ends_no_program():
     line = "rank 0 of the group: rank 1 closed its connection"
@@ -281,6 +282,7 @@ def open_files(manager):
     return [*numbers, number()]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="counts files in /proc")
 def test_connections_close_with_their_transport():
     for before, open_meanwhile, after in on_processes(3, open_files):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 
+import pytest
 import torch
 from torch import distributed as dist
 from torch import nn
@@ -205,6 +206,7 @@ def several_forwards(manager):
     return train(manager, convnet, by_layers, False, call, 5)
 
 
+@pytest.mark.slow
 def test_ways_to_train_are_told_apart():
     assert on_processes(2, in_ddp) == [(3, ""), (3, "")]
     # What backward computes again is no forward: the second and not the first step is refused.
@@ -246,6 +248,7 @@ def of_stage(manager):
     return collectives_by_forward(manager, convert, False)
 
 
+@pytest.mark.slow
 def test_messages_are_those_of_three_forwards():
     assert on_processes(2, of_own_loop) == [list(COMPARED_FORWARDS)] * 2
     assert on_processes(2, of_own_loop, True) == [[], []]

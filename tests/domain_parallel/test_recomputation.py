@@ -177,6 +177,7 @@ def test_a_model_checkpoints_its_blocks_by_itself_alone_and_in_a_pipeline():
     assert not model.checkpointing
 
 
+@pytest.mark.slow
 @in_both_ways
 def test_blocks_of_another_model_share_exchanges_when_computed_again():
     model, x = Sequence().double(), torch.randn(2, 3, ROWS, 8, dtype=torch.float64)

@@ -277,6 +277,7 @@ def _complete_outside(manager, plain):
     torch.testing.assert_close(gather_tensor(expected, manager=manager), unsharded)
 
 
+@pytest.mark.slow
 def test_tensors_are_complete_outside_of_the_models_code():
     model = Many()
     model.first.join = model.second.join = _twice

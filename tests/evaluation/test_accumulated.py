@@ -51,6 +51,7 @@ def observed(folder):
     return data
 
 
+@pytest.mark.slow
 def test_the_span_is_that_of_the_forecast_or_between_lead_times(folder, observed):
     for hours in (6, 24):
         assert error(folder, observed, forecast(observed, hours), f"said{hours}") < 1e-6, hours

@@ -89,6 +89,7 @@ def same(one: Scorecard, other: Scorecard) -> None:
     assert one.spectra == pytest.approx(other.spectra, rel=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "chunks", tiers(fast=[("rows",)], slow=[("all",)], exhaustive=[("one field",), ("few",)])
 )

@@ -114,6 +114,7 @@ def test_several_states_start_later_and_score_by_the_newest(config):
     assert np.array_equal(maps[0].forecast, maps[1].forecast)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "domain"),
     [(3, 3), pytest.param(4, 2, marks=pytest.mark.slow)],

@@ -55,6 +55,7 @@ def card(folder: Path, tmp_path: Path, added: str) -> Scorecard:
     return forecasts.scored(folder, path, variables=("2m_temperature",))
 
 
+@pytest.mark.slow
 def test_an_added_metric_is_in_the_files_and_on_the_page(card: Scorecard, added: str) -> None:
     assert card.scores[added].shape == card.scores["rmse"].shape
     assert np.all(card.scores[added][:, 1:] <= card.scores["rmse"][:, 1:])
@@ -132,6 +133,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Config:
     return make_config(make_store(folder, ROWS, columns=8), folder / "run")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("added")
 def test_an_added_metric_is_a_final_score_of_runs(
     config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -187,6 +187,7 @@ def test_bands_have_the_spectra_of_the_region() -> None:
             assert found.numpy() == pytest.approx(wanted, rel=1e-14), rows
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("boundary", [pytest.param(0, marks=pytest.mark.exhaustive), 1])
 def test_scorecards_of_a_region_have_spectra(tmp_path: Path, boundary: int) -> None:
     observed = forecasts.truth(rows=9, columns=12)

@@ -78,6 +78,7 @@ def test_exponents_are_raised_however_they_are_written():
         assert list(map(write, units)) == ["m² s⁻²"] * 3 + ["1"], write
 
 
+@pytest.mark.slow
 def test_constant_fields_and_odd_names_can_be_drawn(tmp_path):
     still = field((0, 9))
     zero = np.zeros_like(still.truth)
@@ -125,6 +126,7 @@ def collected(
     return scores, sums.result()
 
 
+@pytest.mark.slow
 def test_spectra_and_error_maps_are_those_of_the_definition(config: Config) -> None:
     scores, last = collected(alone(), config)
     store, statistics = (prepared := prepare_training_data(config.data)).store, prepared.statistics
@@ -180,6 +182,7 @@ def region(tmp_path_factory: pytest.TempPathFactory) -> Config:
     return config
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [3, pytest.param(7, marks=pytest.mark.slow)])
 def test_bands_of_a_region_collect_the_same(region: Config, ranks: int) -> None:
     """The spectra of the truth are those of its cosines; of 7 ranks, the first has only rim."""

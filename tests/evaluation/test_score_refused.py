@@ -32,6 +32,7 @@ def changed(made: xr.Dataset, name: str) -> xr.Dataset:
     return made.isel(time=slice(0, 8))
 
 
+@pytest.mark.slow
 def test_a_truth_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     observed = forecasts.truth()
     observed["temperature"].attrs["units"] = "K"

@@ -110,6 +110,7 @@ def forecast(config: Config, training: Training, count: int) -> tuple[list[objec
     return given, dates.normaliser.denormalise(wanted)
 
 
+@pytest.mark.slow
 def test_a_model_of_a_region_loads_as_one(file):
     """Whether it is one follows from the coordinates, which the file has."""
     trained_model = read_safetensors(file)
@@ -144,6 +145,7 @@ def region(tmp_path_factory):
     return folder / "run", config, trained(config)
 
 
+@pytest.mark.slow
 def test_a_model_of_a_projection_is_given_its_rim(region):
     folder, config, training = region
     store = prepare_training_data(config.data).store

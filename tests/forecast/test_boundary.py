@@ -75,6 +75,7 @@ def by_truth(config, folder):
     return forecast(forecast_config(config, folder / "truth.zarr", boundary="truth"))
 
 
+@pytest.mark.slow
 def test_the_truth_is_taken_if_the_user_says_so(by_truth, truth):
     found = opened(by_truth)
     settings = json.loads(found.attrs[SETTINGS_ATTRIBUTE])
@@ -206,6 +207,7 @@ def bad_drivers() -> list[tuple[str, xr.Dataset, str]]:
     ]
 
 
+@pytest.mark.slow
 def test_a_driver_that_does_not_fit_is_one_line(config, tmp_path):
     for lacking, driver, said in bad_drivers():
         path = stores.write(driver.drop_encoding(), tmp_path / f"{lacking}.zarr")
@@ -230,6 +232,7 @@ def test_a_forecast_has_to_say_what_gives_the_rim_of_all_steps(config, tmp_path)
             forecast(forecast_config(other, tmp_path / "a.zarr", **keys))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("keys", "width"),
     tiers(fast=[([], WIDTH)], slow=[(["boundary=3"], 3)], exhaustive=[(["boundary=0"], 0)]),

@@ -431,6 +431,7 @@ def test_keys_of_projections(tmp_path, kind):
 WINDS = ("10m_u_component_of_wind", "10m_v_component_of_wind")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind", tiers(fast=[("rotated",)], slow=[("one parallel",)], exhaustive=[("scaled",)])
 )

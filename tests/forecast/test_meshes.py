@@ -60,6 +60,7 @@ def test_bands_are_those_of_one_process(config, whole, tmp_path, ranks):
         assert_same(data, wanted)
 
 
+@pytest.mark.slow
 def test_files_of_ranks_are_those_of_one_process(config, whole, tmp_path):
     keys = {"format": "netcdf", "lead": "12h", "init": "2000-01-04T12"}
     found = forecast(forecast_config(config, tmp_path / "bands", **keys), ranks=3)
@@ -143,6 +144,7 @@ def test_members_are_the_same_on_any_mesh(config, tmp_path, bands):
 
 
 # Three members on two data ranks: one repeats a forecast that does not count.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("train_noisy", "mesh"),
     [

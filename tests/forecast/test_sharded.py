@@ -73,6 +73,7 @@ def test_values_are_those_of_the_files(bands):
         assert np.array_equal(own.geopotential.values, file.geopotential.values)
 
 
+@pytest.mark.slow
 def test_gaps_and_overlaps_are_refused(bands, tmp_path):
     for number, (name, line) in enumerate(
         (

@@ -124,6 +124,7 @@ def run(tmp_path_factory):
     return config
 
 
+@pytest.mark.slow
 def test_a_forecast_has_the_winds_of_its_run_on_the_rim_of_a_driver(run, tmp_path):
     driver = stores.write(wind_stores.box(), tmp_path / "driver.zarr")
     path = forecast(forecast_config(run, tmp_path / "a.zarr", boundary=str(driver), lead="12h"))

@@ -118,6 +118,7 @@ def dry_air(data: xr.Dataset) -> np.ndarray:
     return (dry * weights).mean((-1, -2))
 
 
+@pytest.mark.slow
 def test_forecasts_keep_the_mass_of_dry_air_on_every_mesh(folder, run, tmp_path):
     """With diagnostics, which are the same on every mesh as well."""
     config, _ = run
@@ -313,6 +314,7 @@ def test_coefficients_of_cam_and_others_have_their_unit_and_begin_at_the_top():
     assert found(data.isel(nhyi=[0, 2, 1, 3, 4]), "Pa") is None
 
 
+@pytest.mark.slow
 def test_fluxes_with_the_other_sign_are_refused(folder):
     """As evaporation of most climate models, which is positive upwards."""
     data, path = air.dataset("model"), folder / "upward.zarr"
@@ -326,6 +328,7 @@ def test_fluxes_with_the_other_sign_are_refused(folder):
             check_signs(replace(config.model, fixers=[fixer]), read.store, read.statistics)
 
 
+@pytest.mark.slow
 def test_data_that_do_not_fit_are_refused(folder):
     path = folder / "bare.zarr"
     bare = air.dataset("model").drop_vars(["hyai", "hybi"])

@@ -78,6 +78,7 @@ def parts(batch: Batch) -> dict[str, torch.Tensor]:
     return {name: getattr(batch, name) for name in ("state", "forcing", "static", "target")}
 
 
+@pytest.mark.slow
 def test_a_turned_sample_has_all_fields_some_columns_further(folder, data):
     """On the globe and in a band of latitudes."""
     for north in (90, 30):

@@ -128,6 +128,7 @@ def scored(
     return scores, example_map(training.ensemble.rollout, dates, manager), last.result()
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_scores_leave_out_the_rim(config):
     """The first lead times, from the store's fields in numpy, and the model itself."""
@@ -169,6 +170,7 @@ def assert_same_scores(config: Config) -> None:
         assert diagnostics.rmse == pytest.approx(last.rmse, rel=1e-10, nan_ok=True)
 
 
+@pytest.mark.slow
 def test_bands_that_are_all_rim_change_nothing(config):
     assert_same_scores(config)
 

@@ -60,6 +60,7 @@ def test_a_run_is_the_same_and_its_checkpoints_serve_both(store, tmp_path, model
         assert_same_trajectory((numbers, weights), (half, wanted[1]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", every(3, OPTIMIZERS, pytest.mark.exhaustive))
 def test_optimizers_update_channels_last_weights_alike(store, tmp_path, name):
     config = replace(

@@ -297,6 +297,7 @@ def test_all_ranks_refuse_what_one_refuses(store, tmp_path):
         assert "it changes calls on the host" in line
 
 
+@pytest.mark.slow
 def test_weights_in_other_memory_are_captured_again(store, tmp_path):
     training = built(make_config(store, tmp_path, steps=2 * STEPS), alone())
     trainer, capture = training.trainer, ComputedAgain(training)

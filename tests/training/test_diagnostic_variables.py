@@ -103,6 +103,7 @@ def config(tmp_path_factory):
     return config
 
 
+@pytest.mark.slow
 def test_a_diagnostic_is_the_models_output_and_weighs_in_its_own_spread(config):
     training = built(config, alone())
     loss = training.trainer.forward_backward.loss

@@ -294,6 +294,7 @@ def gradient_by_hand(config: Config) -> Gradients:
     return total.item(), {name: p.grad for name, p in named.items() if p.grad is not None}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["plain", pytest.param("sea", marks=pytest.mark.slow)])
 def test_the_gradient_is_that_of_the_definition(store, tmp_path, kind):
     plain = sea_config(tmp_path) if kind == "sea" else make_config(store, tmp_path / "run")
@@ -395,6 +396,7 @@ MESHES = tiers(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", MESHES)
 def test_samples_are_the_same_on_every_mesh(sampled_alone, mesh):
     config, wanted = sampled_alone

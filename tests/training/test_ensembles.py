@@ -209,6 +209,7 @@ def exchange_of_first_batch(manager: DomainParallelManager, config: Config) -> t
     return traffic.messages - before[0], traffic.bytes - before[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
 def test_ranks_send_each_others_channels_once_there_and_back(store, tmp_path, ranks):
     steps, samples = 2, 4
@@ -293,6 +294,7 @@ def scores(manager: DomainParallelManager, config: Config) -> tuple[Any, Any]:
     return validation, {name: values.tolist() for name, values in found.scores.items()}
 
 
+@pytest.mark.slow
 def test_ensembles_have_their_scores(store, tmp_path):
     plain = make_config(store, tmp_path / "run")
     dates = replace(plain.data.dates, valid=["2000-01-03T12", "2000-01-05T18"])
@@ -375,6 +377,7 @@ def test_a_run_and_its_plan_count_members_as_samples(store, tmp_path):
     assert model_and_shape(config, 2)[1][0] == 2 * MEMBERS
 
 
+@pytest.mark.slow
 def test_a_plan_knows_the_ranks_that_share_members(store, tmp_path):
     config = of_members(make_config(store, tmp_path / "run"), accumulate=2)
     config = replace(config, data=replace(config.data, grid=f"{ROWS}x16"))

@@ -127,14 +127,14 @@ FEATURES: dict[str, Callable[[Path], Config]] = {
 }
 FAST = [  # what exchanges most
     ("members", Mesh(1, 1, 2, "fsdp2", ensemble=2)),
-    ("diffusion", Mesh(2, 1, 2)),
-    ("sea", Mesh(1, 1, 3)),
 ]
 SLOW = [  # what each has not met there
     ("members", Mesh(1, 2, 1, ensemble=2)),
     ("members in a pipeline", Mesh(2, 1, 1, "fsdp2", ensemble=2)),
     ("members in a pipeline", Mesh(2, 1, 2)),
+    ("diffusion", Mesh(2, 1, 2)),
     ("diffusion", Mesh(1, 2, 2, "fsdp2")),
+    ("sea", Mesh(1, 1, 3)),
     ("augmented", Mesh(1, 2, 2, "fsdp2")),
     ("augmented", Mesh(2, 1, 2)),
     ("augmented, channels last", Mesh(1, 2, 2)),
@@ -232,13 +232,14 @@ def test_each_feature_meets_every_axis_and_both_modes():
         assert found >= {"pipeline", "data", "domain", "ddp", "fsdp2"} - refused, feature
 
 
-FAST_FEATURES = [feature for feature, _ in FAST]
-
-
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "features",
-    [FAST_FEATURES, pytest.param([*FEATURES, *OTHERS], marks=pytest.mark.exhaustive)],
-    ids=["fast", "all"],
+    [
+        [*dict.fromkeys(feature for feature, _ in FAST + SLOW)],
+        pytest.param([*FEATURES, *OTHERS], marks=pytest.mark.exhaustive),
+    ],
+    ids=["often", "all"],
 )
 def test_resuming_changes_no_bit(reference, features):
     for feature in features:

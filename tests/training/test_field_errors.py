@@ -197,6 +197,7 @@ def test_bands_have_the_loss_and_the_gradient_of_the_globe(ranks: int) -> None:
         torch.testing.assert_close(together, gradient, rtol=1e-11, atol=1e-14)
 
 
+@pytest.mark.slow
 def test_the_gradient_of_all_errors_is_right() -> None:
     forecast, target = fields()
     loss = build_loss(EVERY, CHANNELS, GRID, slice(0, ROWS), SCALE)

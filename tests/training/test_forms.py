@@ -365,6 +365,7 @@ def test_forecasts_have_the_coordinates_of_the_store(trained, form):
             assert found[dim].attrs["standard_name"] == expected[dim].attrs["standard_name"]
 
 
+@pytest.mark.slow
 @only("Lambert netCDF", exhaustive=REGIONS)
 def test_what_needs_the_globe_or_more_rows_is_one_line(stored):
     """A run and its check say it before anything else; the rows are known from the store."""

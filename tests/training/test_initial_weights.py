@@ -209,6 +209,7 @@ def test_every_mesh_starts_with_the_same_weights(config, mesh, tmp_path):
     assert seen == wanted[1].keys()
 
 
+@pytest.mark.slow
 def test_averages_come_first(config, tmp_path):
     source = built(with_ema(config, 0.9), alone())
     average = source.trainer.state.average
@@ -221,6 +222,7 @@ def test_averages_come_first(config, tmp_path):
     assert all((value == 7).all() for value in weights.values())
 
 
+@pytest.mark.slow
 def test_other_statistics_are_reported(config, tmp_path):
     training = save(config, tmp_path)
     std = training.trainer.state.data["statistics"]["std"]
@@ -235,6 +237,7 @@ def test_other_statistics_are_reported(config, tmp_path):
     assert summary.endswith(words)
 
 
+@pytest.mark.slow
 def test_keys_of_the_model_that_differ_are_named(config, tmp_path):
     save(replace(config, model=tiny_unet(upsample="transpose", dropout=0.5)), tmp_path)
     for upsample, words in (("transpose", ""), ("bilinear", "model.upsample=transpose")):

@@ -142,6 +142,7 @@ def test_files_for_tensorboard_leave_out_the_steps_that_are_taken_again(tmp_path
     assert [(event.step, event.value) for event in found.Scalars("rmse")] == [(5, 0.5)]
 
 
+@pytest.mark.slow
 def test_mlflow_writes_files_and_a_resumed_run_continues_its_own(tmp_path, monkeypatch):
     monkeypatch.setattr(loggers, "CLOSE_TIMEOUT", 100.0)  # of a busy machine
     log = tmp_path / "run" / "metrics.csv"

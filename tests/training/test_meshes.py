@@ -23,7 +23,7 @@ from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.training.checkpoint import load_checkpoint
 from tests.data import ensemble_stores, stores
 from tests.ranks import on_processes
-from tests.tier_cases import tiers
+from tests.tier_cases import every, tiers
 from tests.training.masked_stores import RAIN, SEA, SOIL, sea_config
 from tests.training.meshes import (
     CLIP,
@@ -213,7 +213,7 @@ def train(
 
 @pytest.mark.parametrize(
     "run",
-    [pytest.param(run, marks=pytest.mark.slow) if run is of_members else run for run in RUNS],
+    every(len(RUNS), RUNS),
     ids=lambda run: f"{run.__name__}-{RUNS[run]}",
 )
 def test_any_run_trains_as_on_one_process_and_resumes_there(tmp_path, run):

@@ -104,6 +104,7 @@ def test_the_validation_is_the_mean_of_normalised_rmse(config):
     training.trainer.state.train()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("metric", ["acc", pytest.param("bias", marks=pytest.mark.exhaustive)])
 def test_a_metric_of_runs_is_one_of_their_validation(config, monkeypatch, metric):
     training = built(config, alone())

@@ -207,6 +207,7 @@ def skipped(
     return all_tensors(training), [record.metrics()["skipped"] for record in records]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", tiers([(ONE,)], [], [(BANDS,)]))
 def test_a_step_that_is_skipped_leaves_no_trace(config, mesh):
     on = skipping(on_mesh(config, mesh))
@@ -301,6 +302,7 @@ def checked(config: Config, check_finite: str, **changes: Any) -> Config:
     return replace(config, trainer=replace(config.trainer, **keys))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "mesh"),
     tiers(
@@ -341,6 +343,7 @@ def tensors_of_fused(
     return all_tensors(training), late, counts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", tiers([(ONE,)], [(Mesh(1, 2, 1, "fsdp2"),)], [(BANDS,)]))
 def test_a_step_that_is_skipped_late_leaves_the_same_state(config, mesh):
     found = []

@@ -323,6 +323,7 @@ def test_muon_resumes_with_the_same_matrices_only(tmp_path: Path) -> None:
         load_checkpoint(tmp_path, other)
 
 
+@pytest.mark.slow
 def test_earlier_segments_learn_more_slowly(tmp_path: Path) -> None:
     config = make_config(make_store(tmp_path, 9), tmp_path / "run")
     config = replace(config, optimizer=replace(config.optimizer, layer_decay=0.5))

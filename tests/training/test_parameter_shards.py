@@ -170,6 +170,7 @@ def reductions_of(manager: DomainParallelManager, configs: list[Config]) -> list
     return found
 
 
+@pytest.mark.slow
 def test_gradients_are_reduced_once_and_never_summed_in_a_lower_dtype(config):
     four = replace(config.trainer, accumulate=4, checkpoint_activations=True)
     two = replace(config.trainer, accumulate=2, dtype="float32")
@@ -314,6 +315,7 @@ MODELS_TO_START = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "mesh"),
     tiers(
@@ -377,6 +379,7 @@ def held_while_built(config: Config, mode: str) -> tuple[int, list[int]]:
         destroy_process_group()
 
 
+@pytest.mark.slow
 def test_a_rank_starts_without_holding_the_model(tmp_path):
     path = stores.write(stores.dataset(17, 8, 80), tmp_path / "store.zarr", chunks={"time": 20})
     model = UNetConfig(channels=[32, 64, 128], blocks=2, groups=4)

@@ -124,6 +124,7 @@ def same(one, other):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "frames"), tiers([(3, 2)], [], [(2, 1), (3, 1), (4, 1), (4, 2)]))
 def test_shared_batches_are_those_of_reading_alone(path, ranks, frames):
     def shared(rank, trade):
@@ -358,6 +359,7 @@ def broken_on_rank(manager, path):
     return str(caught.value)
 
 
+@pytest.mark.slow
 def test_three_processes_share(path):
     found = on_processes(3, shared_on_rank, path)
     assert [(equal, shared) for equal, shared, _ in found] == [(True, True)] * 3

@@ -101,6 +101,7 @@ def test_stochastic_depth_drops(stores):
     assert dropping != numbers
 
 
+@pytest.mark.slow
 def test_losses_fall_and_weights_move(stores):
     config, (numbers, vector) = stores(32)
     losses = [loss for loss, _ in numbers]

@@ -172,6 +172,7 @@ def test_a_resumed_average_is_the_same_bit_for_bit(config, wanted, tmp_path):
     assert all(np.array_equal(averages[name], value) for name, value in wanted[1].items())
 
 
+@pytest.mark.slow
 def test_a_checkpoint_without_averages_starts_them_from_its_weights(config, tmp_path):
     saved_plainly = with_ema(config, None)
     training = built(saved_plainly, alone())
@@ -195,6 +196,7 @@ def test_averages_of_a_checkpoint_are_left_out_without_ema(config, tmp_path):
     assert training.trainer.state.step == HALF_WAY
 
 
+@pytest.mark.slow
 def test_an_export_has_the_averages(config, tmp_path):
     training = built(config, alone())
     record_trajectory(training)

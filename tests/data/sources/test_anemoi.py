@@ -22,6 +22,7 @@ def path(tmp_path):
     return anemoi_stores.write(DATA, tmp_path / "anemoi.zarr")
 
 
+@pytest.mark.slow
 @each("rising, chunks", [(False, None), (True, (1, 4, 1, 20)), (True, (5, 10, 1, 88))])
 def test_fields_north_first_for_any_band(tmp_path, rising, chunks):
     data = DATA.sortby("latitude") if rising else DATA
@@ -156,6 +157,7 @@ def test_rows_are_those_of_the_coordinates(tmp_path, shape):
     assert np.array_equal(source.read(CHANNELS, slice(0, 12), slice(0, 11)), FIELDS)
 
 
+@pytest.mark.slow
 @each("case", BAD)
 def test_what_is_refused_in_one_line(tmp_path, case):
     changes, expected = BAD[case]

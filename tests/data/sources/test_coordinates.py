@@ -74,6 +74,7 @@ FORMS: dict[str, xr.Dataset] = {
 }
 
 
+@pytest.mark.slow
 @each("form, kind", zip(FORMS, itertools.cycle(["netcdf", "zarr"]), strict=False))
 def test_coordinates_are_found(tmp_path, form, kind):
     source = open_single_source(str(written(FORMS[form], tmp_path, kind)))

@@ -79,6 +79,7 @@ def test_points_may_be_in_any_order(order, west, tmp_path):
     np.testing.assert_allclose(field[:, columns], state["2m_temperature"].values, rtol=1e-6)
 
 
+@pytest.mark.slow
 @each("kind", ["lambert", "polar_stereographic", "rotated_ll"])
 def test_projections_have_the_coordinates_of_their_points(kind, tmp_path):
     keys, latitude, longitude = projected(kind)

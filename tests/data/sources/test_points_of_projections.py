@@ -108,6 +108,7 @@ PLANES: dict[str, tuple[Any, bool]] = {
 }
 
 
+@pytest.mark.slow
 @each("form", PLANES)
 def test_points_are_those_of_the_projection(form: str, tmp_path: Path) -> None:
     make, alone = PLANES[form]

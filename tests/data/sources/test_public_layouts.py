@@ -90,6 +90,7 @@ def test_any_band_is_that_of_the_dataset(written, name, data):
         assert np.array_equal(read, wanted, equal_nan=True)
 
 
+@pytest.mark.slow
 @each("name", LAYOUTS)
 def test_coordinates_and_samples_of_a_run_are_bit_identical(written, name):
     """Reads the leap day with everything that a run uses to read."""

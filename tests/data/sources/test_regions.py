@@ -207,6 +207,7 @@ def test_a_box_of_anemoi_is_read(tmp_path: Path) -> None:
     assert np.array_equal(read[:, 0], wanted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "known"),
     tiers([("lambert", True)], [("rotated", False)], [("box", True), ("rotated", True)]),

@@ -139,6 +139,7 @@ def test_a_missing_variable_is_answered_with_possible_names(written):
         assert "\n" not in str(caught.value)
 
 
+@pytest.mark.slow
 @each(
     "at, place",
     [(None, 0), ("2019-12-30", 1), ("1979-01-01", 2), ("scalar", 1), ("day", 0), (None, 2)],

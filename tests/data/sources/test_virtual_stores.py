@@ -126,6 +126,7 @@ def point_to(references: Path, target: str) -> None:
     references.write_text(json.dumps(made))
 
 
+@pytest.mark.slow
 def test_chunks_outside_the_own_folder_need_permission(references, tmp_path, monkeypatch):
     chunk = references.parent / "chunks.zarr/2m_temperature/0.0.0"
     outside = tmp_path / "elsewhere/chunk"

@@ -43,6 +43,7 @@ def test_a_file_is_read_as_it_is(kind: str, tmp_path: Path) -> None:
     assert inspect_source(source, [1]).spacing.startswith(spacing)
 
 
+@pytest.mark.slow
 @each("kind", ["lambert", "polar"])
 def test_the_grid_mapping_is_the_projection(kind: str, tmp_path: Path) -> None:
     """By PROJ, which puts the points on it in equal steps of the file's DX."""

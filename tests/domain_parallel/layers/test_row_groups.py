@@ -48,6 +48,7 @@ GLOO = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "size", "shift", "planned"),
     tiers(fast=GLOO[:1], slow=GLOO[3:4], exhaustive=GLOO[1:3] + GLOO[4:]),

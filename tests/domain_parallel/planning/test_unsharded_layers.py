@@ -83,6 +83,7 @@ LAYERS = {
 }
 
 
+@pytest.mark.slow
 def test_along_longitude_they_are_exact():
     for name, make in LAYERS.items():
         if DEVICE != "cpu" and ("gru" in name or "lstm" in name):

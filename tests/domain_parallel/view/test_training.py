@@ -237,6 +237,7 @@ def test_pipelines_train_as_one_process(store, tmp_path, mesh):
     assert_same_trajectory(trained(mesh, config), expected)
 
 
+@pytest.mark.slow
 def test_complex_parameters_train_with_their_imaginary_parts(store, tmp_path):
     config = make_config(store, tmp_path, ComplexConfig(), steps=3)
     expected = run_on_mesh(ONE, train_from_start, config, None)

@@ -642,6 +642,7 @@ def test_a_plan_changes_no_tensor_of_the_model():
     _check(lambda: _Counts(decide=True))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # torch's of its own code, which it traces
 def test_functions_that_a_model_compiles_run_uncompiled_in_it():
     graphs = []

@@ -57,7 +57,8 @@ def assert_refused(table: Mapping[str, str], command: str = "train", *defaults: 
         words = shlex.split(typed)
         given = {word.partition("=")[0] for word in words}
         words = [word for word in defaults if word.partition("=")[0] not in given] + words
-        code, out, err = answer(pytest.MonkeyPatch(), *first, *words, program=program)
+        with pytest.MonkeyPatch.context() as patch:
+            code, out, err = answer(patch, *first, *words, program=program)
         found = re.fullmatch(r"error: (.+)\n", err)
         assert found, (typed, code, out, err)
         assert (code, out) == (2, ""), typed

@@ -266,7 +266,7 @@ def test_the_experiment_trains_on_their_stores(
     assert len((tmp_path / "run/metrics.csv").read_text().splitlines()) >= 2
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_sizes_of_a_model_that_is_not_used_are_no_error(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -277,7 +277,7 @@ def test_sizes_of_a_model_that_is_not_used_are_no_error(
     assert "\nmodel.frames=2: differs" in out
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_ensembles_become_those_of_this_package(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -347,7 +347,7 @@ def test_fixers_are_those_of_this_package_in_their_order(
     ]
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_a_fixer_without_its_variables_has_a_line(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -391,6 +391,16 @@ def test_fixers_after_the_model_are_found_by_their_type(
     assert model.bounds == {"specific_total_water": [0.0, 0.1], "evaporation": [-0.1, 0.1]}
     assert "postblocks.per_step.reconstruct.type" in out
     assert "postblocks.per_step.water" not in out
+
+
+@pytest.mark.slow
+def test_the_type_of_a_loss_is_its_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    config = credit_config(tmp_path)
+    for kind in ("huber", "mae"):
+        folder = tmp_path / kind
+        folder.mkdir()
+        import_config(monkeypatch, folder, config | {"loss": {"type": kind, "args": {}}})
+        assert composed(folder).loss.name == kind
 
 
 @pytest.mark.slow
@@ -661,7 +671,7 @@ def test_their_model_runs_with_its_weights_and_order_of_channels(
     assert not torch.equal(flipped(x), model(x))
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_their_static_fields_come_first_unless_a_config_says_otherwise(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, credit_package: None
 ) -> None:

@@ -162,6 +162,13 @@ def check_same(found: LastLeadDiagnostics, wanted: LastLeadDiagnostics) -> None:
         assert value == close, name
 
 
+@pytest.mark.slow
+def test_bands_collect_the_same(config: Config) -> None:
+    _, wanted = collected(alone(), config)
+    for _, found in on_threads(3, collected, config):
+        check_same(found, wanted)
+
+
 @pytest.mark.exhaustive
 def test_any_mesh_collects_the_same(config: Config) -> None:
     _, wanted = collected(alone(), config)

@@ -28,6 +28,7 @@ from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.errors import UserError
 from tests.distributed.launch_program import small_config
 from tests.ranks import TIMEOUT, on_processes
+from tests.tier_cases import tiers
 
 ROOT = Path(__file__).parents[2]
 SRUN = {
@@ -467,8 +468,7 @@ def test_all_ranks_get_the_run_folder_of_rank_0(tmp_path: Path) -> None:
         assert on_processes(3, folder_of_rank_0, folder, store) == [folder] * 3
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("function", ["refuse", "refuse_everywhere"])
+@pytest.mark.parametrize("function", tiers([], [("refuse",)], [("refuse_everywhere",)]))
 def test_one_rank_speaks_for_all(tmp_path: Path, function: str) -> None:
     """Rank 0 reports if it has failed too, otherwise the rank that has."""
     done = under_torchrun(2, function, tmp_path)

@@ -191,8 +191,7 @@ def test_ranks_that_train_stop_after_the_same_step(
     assert re.match(rf"{sent.name}: stopped after step \d+, which is saved in here; ", lines.pop())
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", tiers([], [(2,)], [(1,)]))
 def test_ranks_go_on_if_nobody_reads_what_they_say(tmp_path: Path, ranks: int) -> None:
     process, _ = hanging(tmp_path, "train_and_show", ranks)
     assert process.stdout is not None
@@ -218,8 +217,7 @@ def test_ranks_stop_after_a_step_if_the_terminal_is_lost(tmp_path: Path, ranks: 
     assert len({(tmp_path / f"steps{rank}").read_text() for rank in range(ranks)}) == 1
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", tiers([], [(2,)], [(1,)]))
 def test_nohup_holds_for_the_ranks(tmp_path: Path, ranks: int) -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # which programs inherit
     try:

@@ -165,7 +165,8 @@ def test_a_job_is_recorded(tmp_path: Path) -> None:
 
 
 def test_a_job_that_is_ended_is_recorded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for number, (error, code) in enumerate(((Terminated(), 143), (KeyError(), 1))):
+    errors = ((KeyboardInterrupt(), 130), (Terminated(), 143), (KeyError(), 1))
+    for number, (error, code) in enumerate(errors):
 
         def launch(config: Config, error: BaseException = error, **_: object) -> int:
             raise error

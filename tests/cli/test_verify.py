@@ -84,6 +84,10 @@ def test_a_wrong_reduction_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     code, out, err = verify(monkeypatch, *SMALL, "parallel.domain=2", "data.grid=8x8")
     assert (code, err) == (1, "")
     assert out.splitlines()[-1].startswith("FAILED: the largest error is ")
+    monkeypatch.setattr(ThreadTransport, "_all_reduce", lambda self, x: x.clone())
+    words = ("--json", *SMALL, "parallel.domain=2", "data.grid=8x8")
+    code, out, _ = verify(monkeypatch, *words)
+    assert (code, json.loads(out)["passed"]) == (1, False)
 
 
 def test_nan_is_text_in_json() -> None:

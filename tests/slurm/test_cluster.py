@@ -238,7 +238,6 @@ def test_a_second_start_repeats_the_broken_job_alone(cluster: Cluster, first: Pa
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.slow
 def test_the_notebook_reads_the_sweep(
     cluster: Cluster, first: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

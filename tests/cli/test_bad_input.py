@@ -243,7 +243,7 @@ def test_grids_and_checkpoints_that_are_there_pass(
 
 @pytest.mark.slow
 def test_as_a_program_and_before_torch_is_imported() -> None:
-    """Through `train.py`, as a user types it, and through the console script."""
+    """`train.py` and the console script print the same line."""
     script = (
         "import sys; import credit_dp.cli as c\n"
         "try:\n    c.main()\n"

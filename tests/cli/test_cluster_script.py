@@ -23,6 +23,7 @@ def cluster_script(*keys: str) -> tuple[int, str, str]:
 
 @pytest.mark.slow
 def test_the_scripts_are_what_their_second_line_makes() -> None:
+    assert SCRIPTS
     for path in SCRIPTS:
         command = shlex.split(path.read_text().splitlines()[1].removeprefix("# "))
         assert command[0] == "credit-dp"

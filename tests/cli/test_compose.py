@@ -125,6 +125,7 @@ def test_schemas_and_files_have_the_same_defaults() -> None:
 
 
 def test_no_file_repeats_a_default() -> None:
+    assert FILES
     for path in FILES:
         values = yaml.safe_load(path.read_text())
         defaults = values.pop("defaults")

@@ -280,7 +280,7 @@ def test_bands_in_files_of_their_own_are_joined(
 def test_the_truth_is_by_default_what_a_forecast_started_from(
     monkeypatch: pytest.MonkeyPatch, stores: Path
 ) -> None:
-    """Which may be several stores."""
+    """The truth may be several stores."""
     observed = forecasts.truth()
     monkeypatch.setattr("credit_dp.evaluation.score_folder.scorecard_page", lambda card: "")
     forecasts.write(observed[["2m_temperature"]], stores / "surface.zarr")

@@ -160,7 +160,7 @@ def test_the_variable_makes_the_model_a_choice(
 def test_a_process_with_the_variable_unpickles_the_config(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """As ranks do: of every kind of plug-in, and without torch."""
+    """Ranks unpickle configs with plug-ins of every kind, and import no torch for it."""
     monkeypatch.setenv(PLUGINS_VARIABLE, str(written(tmp_path, MODEL + TRAINING)))
     config = Composer("train").compose_config(["model=custom", "model.layer.kernel=5", *ALL])
     sent = tmp_path / "config.pickle"
@@ -281,9 +281,10 @@ class MyModelConfig(OwnModelConfig):
 def test_a_plan_says_where_a_model_decides_by_values(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    by = "my_model.py:20: decides by values of fields or weights. The plan is that of Fals"
-    of = "my_model.py:22: reads values of tensors, by which shapes or control flow may be"
-    for cut, needed in ((False, by), (True, of)):
+    for cut, needed in (
+        (False, "my_model.py:20: decides by values of fields or weights. The plan is that of Fals"),
+        (True, "my_model.py:22: reads values of tensors, by which shapes or control flow may be"),
+    ):
         words = ["plan", "model=custom", f"model.cut={cut}", "data.grid=9x16", "parallel.domain=2"]
         with pytest.MonkeyPatch.context() as environment:
             environment.setenv(PLUGINS_VARIABLE, str(written(tmp_path, DECIDING)))

@@ -37,7 +37,9 @@ for line in sys.stdin:
 
 @cache
 def _process() -> "subprocess.Popen[str]":
-    process = subprocess.Popen([sys.executable, "-c", CODE], stdin=-1, stdout=-1, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", CODE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
     atexit.register(process.communicate)  # which closes its input, and waits for its end
     return process
 

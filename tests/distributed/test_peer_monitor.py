@@ -121,8 +121,8 @@ def test_ctrl_c_of_a_launchers_ranks_is_answered_once_with_how_to_continue(
         (0, "", "\ninterrupted\n"),
         (1, "the last checkpoint is A", ""),
     ):
-        told = partial(str, advice)
-        monitor = PeerMonitor(RankInfo(rank, 2), ParallelConfig(domain=2), told)
+        advise = partial(str, advice)
+        monitor = PeerMonitor(RankInfo(rank, 2), ParallelConfig(domain=2), advise)
         end(partial(monitor.stop, signal.SIGINT))
         assert (codes.pop(), capsys.readouterr().err) == (130, text)
 

@@ -193,7 +193,7 @@ def test_another_grid_is_regridded(data, store, tmp_path, grid, northward):
 
 
 def test_columns_from_another_meridian_keep_their_bits(config, data, tmp_path):
-    """Of the globe, and of a band of rows."""
+    """The store has the globe or a band of its rows."""
     for name, rows in (("globe", slice(None)), ("band", slice(2, -2))):
         band = data.isel(latitude=rows)
         stores.write(band, tmp_path / f"{name}.zarr")

@@ -76,9 +76,8 @@ def test_a_forecast_resumes_to_the_same_bits(config, whole, tmp_path, monkeypatc
     del kept[partial / ".lock"]  # the only lock file, of a process that has ended
     assert sorted(path.name for path in tmp_path.iterdir()) == ["f.partial"]
     # What a killed process was writing.
-    (next(partial.glob("geopotential")) if form == "zarr" else partial).joinpath(
-        ".c.1.3.0.0.0.123.partial"
-    ).write_bytes(b"half")
+    folder = partial / "geopotential" if form == "zarr" else partial
+    (folder / ".c.1.3.0.0.0.123.partial").write_bytes(b"half")
     steps = steps_of(monkeypatch)
     forecast(settings)
     assert len(steps) == 4  # the first time was complete

@@ -121,7 +121,7 @@ KINDS = ("lambert", "polar_stereographic", "rotated_ll")
     ),
 )
 def test_points_of_a_projection_may_be_in_any_order(kind, edition, step, tmp_path):
-    """In each order, or in every third one, which has each flag of the order once."""
+    """Every third order is enough to have each flag."""
     field = 250 + np.random.default_rng(0).random((13, 16))
     tolerance = {1: 2e-3, 2: 1e-5}[edition]  # GRIB 1 has thousandths of degrees
     orders = [x for x in ORDERS if edition == 2 or not [*x.values()][3]][::step]
@@ -440,7 +440,7 @@ def test_the_steps_of_sums_are_followed(kind, edition, tmp_path, caplog):
     ],
 )
 def test_sums_that_do_not_fill_the_step_are_refused(steps, begins, expected, tmp_path):
-    """Since the start of long forecasts, and over an hour of six."""
+    """They are sums since the start of long forecasts, or over one hour of six."""
     ranges = [(end - 1 if begins else 0, end) for end in steps]
     path = write_rain(tmp_path / "a.grib", rain(), ranges, 1 + begins, max(steps))
     with pytest.raises(UserError) as caught:

@@ -134,6 +134,13 @@ def test_computed_forcings_are_of_order_one_on_the_whole_grid(name):
     assert 0.9 < np.abs(values).max() < 1.04
 
 
+def test_the_season_begins_at_new_year():
+    names = ("day_of_year_sin", "day_of_year_cos")
+    times = np.datetime64("2001-01-01", "ns") + 365 * 6 * HOUR * np.arange(3)  # quarters of a year
+    sin, cos = (COMPUTED_FORCINGS[name](times, EVERYWHERE, AROUND)[:, 3, 5] for name in names)
+    assert np.allclose((sin, cos), [[0, 1, 0], [1, 0, -1]], atol=1e-6)
+
+
 def test_latitude_and_longitude_are_points_on_circles():
     latitude, longitude = np.array([90.0, 30.0, -90.0]), np.array([0.0, 90.0, 180.0, 270.0])
     found = {name: static(latitude, longitude) for name, static in COMPUTED_STATICS.items()}
@@ -159,8 +166,9 @@ def test_the_year_of_a_calendar_has_its_own_length(name, year):
     np.testing.assert_allclose(year_fraction(times, calendar), fractions, atol=1e-12)
     half = year_fraction(times + 12 * HOUR, calendar) - fractions
     np.testing.assert_allclose(half, 0.5 / len(times), atol=1e-12)
-    sine = COMPUTED_FORCINGS["day_of_year_sin"](times, EVERYWHERE, AROUND, calendar)
-    np.testing.assert_allclose(sine[:, 3, 5], np.sin(2 * np.pi * fractions), atol=1e-12)
+    for wave, wanted in (("sin", np.sin), ("cos", np.cos)):
+        season = COMPUTED_FORCINGS[f"day_of_year_{wave}"](times, EVERYWHERE, AROUND, calendar)
+        np.testing.assert_allclose(season[:, 3, 5], wanted(2 * np.pi * fractions), atol=1e-12)
 
 
 def kepler_insolation(days_since_equinox, year, latitude):

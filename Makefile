@@ -8,7 +8,7 @@ WORKERS ?= 2 # test files or classes that run at once
 PYTEST_OPTIONS = -n $(WORKERS) --dist loadscope --no-loadscope-reorder
 PYTEST = $(BIN)/python -m pytest $(PYTEST_OPTIONS)
 FAST := not slow and not exhaustive
-# Tests of what torch, zarr, xarray, hydra, matplotlib and the trackers do for the package.
+# Tests of what torch, zarr, xarray, matplotlib and the trackers do for the package.
 TRAINING := autocast checkpoint compilation cuda_graph loggers meshes optimizers parameter_shards
 OF_PACKAGES := tests/data/sources tests/data/rechunk tests/domain_parallel/layers \
   tests/domain_parallel/view tests/evaluation/test_score_plots.py tests/test_torch_private.py \

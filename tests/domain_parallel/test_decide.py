@@ -265,7 +265,7 @@ def test_the_model_and_random_state_are_left_as_they_are():
     assert torch.equal(torch.get_rng_state(), state)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_a_model_on_the_meta_device():
     with torch.device("meta"):
         empty = _unet()

@@ -261,7 +261,7 @@ def test_a_plain_model_stays_plain_beside_a_converted_one():
     on_threads(2, both)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_planned_calls_gather_no_row_counts():
     def counted(manager):
         model = Model(PAIRS["roll"][1])
@@ -327,7 +327,7 @@ class Fails(nn.Module):
         return x
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_an_error_leaves_no_model_running():
     def fails(manager):
         model = convert_to_domain_parallel(Fails(), manager)

@@ -120,7 +120,7 @@ def test_a_list_of_modules_stands_for_those_in_it(sent):
     assert attributes(model) == before
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_one_list_of_modules_is_placed_and_taken_back(sent):
     model = Listed().double()
     before = attributes(model)
@@ -130,7 +130,7 @@ def test_one_list_of_modules_is_placed_and_taken_back(sent):
     assert attributes(model) == before
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_the_root_moves_input_and_output(model, sent):
     parallelize_pipeline(model, {"": ("cuda:0", "cuda:2"), "decoder": ("cuda:1", "cuda:0")})
     sent.clear()
@@ -172,7 +172,7 @@ def test_a_second_parallelize_is_refused(model):
     parallelize_module(model.encoder, "cpu")  # which has not
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_a_module_is_not_moved_from_under_those_in_it(model):
     parallelize_pipeline(model, {"": "cpu", "decoder.first": "cpu"})
     with pytest.raises(UserError, match=r"decoder\.first: .*has been parallelized"):
@@ -230,7 +230,7 @@ def test_all_is_as_before_once_taken_back(model):
         assert all(state[name] is tensor for name, tensor in tensors.items())
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_methods_set_on_the_module_itself_come_back(model):
     def doubled(x, *, scale=None):
         return 2 * x
@@ -245,7 +245,7 @@ def test_methods_set_on_the_module_itself_come_back(model):
     assert model.encoder.extra_repr() == "doubled"
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_taking_back_what_was_not_placed_only_moves(model):
     before = attributes(model)
     assert unparallelize_module(model.encoder) is model.encoder
@@ -254,7 +254,7 @@ def test_taking_back_what_was_not_placed_only_moves(model):
     assert {p.device for p in model.parameters()} == {META}
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_placing_again_works_after_taking_back(model):
     expected = model(an_input())
     for _ in range(2):
@@ -322,7 +322,7 @@ def test_gpus_count_from_the_first_one_of_the_rank(model, sent):
     assert vars(model.decoder)["forward"].output == torch.device("cuda:2")
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_no_layout_leaves_the_model_alone(model):
     before = attributes(model)
     assert place_model(model, {}) is model

@@ -192,7 +192,7 @@ def test_another_model_is_refused_by_all_stages_alike(tmp_path):
     assert "which the model has. Change the model" in line
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_a_damaged_shard_is_refused_by_all_ranks_alike(tmp_path):
     start("unet", tmp_path)
     (shard,) = tmp_path.glob("*/*.safetensors")

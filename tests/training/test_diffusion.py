@@ -324,7 +324,7 @@ def test_bands_have_the_gradients_of_the_globe(store, tmp_path):
         assert_same_gradients((share, gradients), wanted)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_a_stage_without_inputs_and_targets_trains(store, tmp_path):
     config = of_diffusion(make_config(store, tmp_path / "run"), steps=3)
     config = replace(config, data=replace(config.data, batch_size=6))

@@ -307,10 +307,9 @@ def checked(config: Config, check_finite: str, **changes: Any) -> Config:
     ("how", "mesh"),
     tiers(
         fast=[("target", ONE)],
-        slow=(),
+        slow=[("target", BANDS)],
         exhaustive=[
             ("weight", ONE),
-            ("target", BANDS),
             ("target", Mesh(1, 2, 1, "fsdp2")),
             ("target", Mesh(2, 1, 1)),
         ],

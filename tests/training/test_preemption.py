@@ -106,7 +106,7 @@ def test_the_same_run_folder_resumes(config, capfd, ranks, sent):
     assert leaves(config) == leaves(undisturbed)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_a_signal_while_the_last_checkpoint_is_written_stops_the_run(config, monkeypatch, capfd):
     wait = CheckpointSaver.wait
 

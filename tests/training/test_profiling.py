@@ -43,7 +43,7 @@ def test_exchange_and_compute_are_named(tmp_path):
     assert [file.name for file in path.parent.iterdir()] == ["trace.json"]
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_a_run_that_is_too_short_has_no_trace(tmp_path):
     config = make_config(make_store(tmp_path, 12), tmp_path / "run", steps=2)
     assert not traced(alone(), config, tmp_path / "trace.json")

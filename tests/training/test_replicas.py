@@ -127,7 +127,7 @@ def test_one_flipped_bit_is_named_on_all_ranks() -> None:
         assert re.sub(place, r"rank \1 (pipeline \2, data \3, domain \4)", words) in lines[0]
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.parametrize(("domain", "pipeline"), [(4, 1), (1, 1)])
 def test_ranks_without_bands_or_without_data_are_compared_too(domain: int, pipeline: int) -> None:
     assert on_processes(4, replica_error, domain=domain, pipeline=pipeline) == [""] * 4

@@ -179,7 +179,7 @@ def test_the_parts_of_the_loss_add_up_to_it(store, seas):
     assert len(set(leads)) == 3
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_a_pipeline_tells_of_the_parts_too(store):
     config = make_config(store, store.parent / "run", tiny_unet())
     _, wanted, _ = one_pass(alone(), config)

@@ -391,7 +391,7 @@ def share_on_rank(manager, path):
     )
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_stores_cut_where_bands_end_are_not_shared(tmp_path):
     path = stores.write(stores.dataset(), tmp_path / "store.zarr", chunks={"latitude": 6})
     prepare_training_data(stores.config(path))

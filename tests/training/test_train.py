@@ -141,7 +141,7 @@ def test_dates_that_are_chosen_stay_when_the_store_grows(config, caplog):
     assert settled == DatesConfig([*before.train], [*before.valid], elsewhere)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_dates_that_are_given_with_a_limit_have_those_of_the_checkpoint(config):
     shutil.rmtree(config.data.store)
     stores.write(stores.dataset(12, 16, 40), Path(config.data.store))

@@ -94,7 +94,7 @@ def test_a_sample_loses_the_same_branches_on_any_data_rank(stores, domain):
     assert_same(on_processes(2 * domain, train_all, config, domain=domain), wanted)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_stochastic_depth_drops(stores):
     _, (dropping, _) = stores(32, "stochastic depth")
     _, (numbers, _) = stores(32)

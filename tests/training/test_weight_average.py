@@ -59,7 +59,7 @@ class Counting(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_an_update_is_one_operation_however_many_parameters_there_are():
     weights = {str(number): nn.Parameter(torch.ones(number)) for number in range(20)}
     average = WeightAverage(weights, 0.5)
@@ -187,7 +187,7 @@ def test_a_checkpoint_without_averages_starts_them_from_its_weights(config, tmp_
     assert all(torch.equal(average.averages[name], p) for name, p in trained.items())
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_averages_of_a_checkpoint_are_left_out_without_ema(config, tmp_path):
     saved(alone(), config, tmp_path)
     training = built(with_ema(config, None), alone())

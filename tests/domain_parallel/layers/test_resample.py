@@ -280,7 +280,7 @@ def test_pixel_shuffle_of_turned_rows():
     on_threads(3, assert_same_as_whole_globe, _moved, model, (2, 4, 7, 3))
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_unshuffle_of_bands_that_do_not_line_up():
     """Of 6 rows bands of 3 make 1.5: rows travel."""
 

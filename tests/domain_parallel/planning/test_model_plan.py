@@ -32,7 +32,7 @@ def _planned(manager, model, shape):
     convert_to_domain_parallel(model, manager, input_shape=shape, whole_ops="refuse")
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_a_plan_in_a_thread_leaves_the_driver_alone(monkeypatch):
     """Torch would replace it by an object that ends with the thread; see `_FakeModeOfThread`."""
     calls = []
@@ -195,7 +195,7 @@ def test_a_refused_model_is_the_plain_one_again():
     on_threads(3, refused)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_a_refusal_at_the_first_forward_stays():
     def refused(manager):
         model = convert_to_domain_parallel(_CropsOutput(), manager, whole_ops="refuse")
@@ -244,7 +244,7 @@ def test_one_row_on_every_rank_is_refused_without_input_shape():
     on_threads(2, taken)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_copies_of_an_unplanned_model_plan_for_themselves():
     def copies(manager):
         model = convert_to_domain_parallel(small_cnn(), manager)
@@ -319,7 +319,7 @@ def test_planning_leaves_state_and_modes_alone():
     on_threads(3, state)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_looking_at_bands_changes_no_plan():
     def look(manager):
         if manager.domain_rank == 1:
@@ -410,7 +410,7 @@ def test_any_batch_size_and_inputs_without_rows():
     on_threads(2, _two_inputs)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_hooks_run_once():
     def hooked(manager):
         calls = []

@@ -31,7 +31,7 @@ def meta(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_equal_operands_run_once_and_make_tensors_of_their_own() -> None:
     norm, memo = _Counted(aten.native_layer_norm.default), ShapeMemo()
     made = [memo.run(norm, (meta(2, 3, 4), [4], meta(4), meta(4), 1e-5), {}) for _ in range(3)]
@@ -56,7 +56,7 @@ def test_what_differs_runs_again() -> None:
         assert mul.runs == 2, second
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_a_new_default_dtype_runs_again() -> None:
     empty, memo, before = aten.zeros.default, ShapeMemo(), torch.get_default_dtype()
     try:
@@ -67,7 +67,7 @@ def test_a_new_default_dtype_runs_again() -> None:
         torch.set_default_dtype(before)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_views_and_changes_reach_the_operand() -> None:
     memo, x = ShapeMemo(), meta(4, 6)
     for func, args in ((aten.t.default, (x,)), (aten._unsafe_view.default, (x, [24]))):
@@ -188,7 +188,7 @@ def test_changes_in_place_return_the_operand_and_run_once_if_strides_stay() -> N
 
 
 @cpu_only("batch norms on GPUs have kernels of their own")
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_results_in_tensors_that_exist_run_once_unless_their_size_changes() -> None:
     mode, memo, norm = FakeTensorMode(), ShapeMemo(), _Counted(aten.native_batch_norm.out)
     for x, out in zip(fakes(mode, 2, 4, 6, number=6), fakes(mode, 2, 4, 6, number=6), strict=True):
@@ -231,7 +231,7 @@ def test_views_of_fakes_run_once_and_lie_where_torch_puts_them() -> None:
         assert view.runs == 1, func
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_a_view_of_another_part_is_another_one() -> None:
     mode, memo = FakeTensorMode(), ShapeMemo()
     (x,) = fakes(mode, 4, 6)
@@ -241,7 +241,7 @@ def test_a_view_of_another_part_is_another_one() -> None:
     assert [row.storage_offset() for row in made] == [6, 18]
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_another_run_gets_tensors_of_its_own_mode() -> None:
     memo, counted = ShapeMemo(), _Counted(aten.relu.default)
     for _ in range(2):
@@ -254,7 +254,7 @@ def test_another_run_gets_tensors_of_its_own_mode() -> None:
     assert counted.runs == 1
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_values_are_computed_while_new_tensors_are_not_fake() -> None:
     mode, memo = FakeTensorMode(), ShapeMemo()
     memo.mode = mode

@@ -200,7 +200,6 @@ def test_autocast():
 
 
 FIELDS = Fields(((1, 2, 3), (5, 6, 7)), (0, 4), others=1, frames=2)
-BACKENDS = ((3, "aot_eager"), (2, "inductor"))
 COMPILED = {
     "unet": tiny_unet(squeeze_excite=True),
     # Its kernels reach over the globe: rows and channels are transposed.
@@ -209,6 +208,13 @@ COMPILED = {
     # Its branches of three sizes share an exchange.
     "crossformer": tiny_crossformer(kernels=[[2, 4, 8], [2, 4]], local_windows=[2, 4]),
 }
+
+
+# Each model on a number of ranks by each backend.
+COMPILATIONS = [
+    (name, *backend) for name in COMPILED for backend in ((3, "aot_eager"), (2, "inductor"))
+]
+OFTEN = ("crossformer", 3, "aot_eager")
 
 
 def _compiled_to_one_graph(manager, config, rows, backend):
@@ -257,24 +263,10 @@ def test_sharded_norms_compile_to_one_graph():
     on_processes(3, _norms_compiled)
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:`torch.jit.script")  # torch's compiler
 @pytest.mark.parametrize(
     ("name", "ranks", "backend"),
-    tiers(
-        fast=(),
-        slow=[("crossformer", 3, "aot_eager")],
-        exhaustive=[
-            ("unet", 2, "inductor"),
-            ("unet", 3, "aot_eager"),
-            ("crossformer", 2, "inductor"),
-            *(
-                (n, *how)
-                for n in ("depthwise", "pangu")
-                for how in ((3, "aot_eager"), (2, "inductor"))
-            ),
-        ],
-    ),
+    tiers([], [OFTEN], [case for case in COMPILATIONS if case != OFTEN]),
 )
 def test_a_sharded_model_compiles_to_one_graph_by_each_backend(name, ranks, backend):
     on_processes(ranks, _compiled_to_one_graph, COMPILED[name], 33, backend)

@@ -180,9 +180,8 @@ def test_longitude_is_periodic():
 
 
 def test_windows_go_around_the_globe_where_a_good_one_divides_it():
-    for window, columns, expected in (
-        *((8, 64, 8), (8, 60, 6), (12, 180, 12), (8, 5, 5), (4, 5, 4), (8, 61, 8), (3, 9, 3)),
-    ):
+    cases = ((8, 64, 8), (8, 60, 6), (12, 180, 12), (8, 5, 5), (4, 5, 4), (8, 61, 8), (3, 9, 3))
+    for window, columns, expected in cases:
         assert window_columns(window, columns) == expected, (window, columns)
 
 

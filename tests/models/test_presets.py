@@ -28,10 +28,10 @@ CASES = tiers(
     slow=[("unet", 3, 61), ("pangu", 3, 61), ("swin", 3, 33), ("sfno", 3, 33)],
     exhaustive=[
         ("crossformer", 3, 33),
-        *(("unet", 2, 32), ("unet", 4, 121), ("pangu", 4, 32), ("swin", 4, 61)),
-        *(("crossformer", 4, 61), ("sfno", 2, 32), ("sfno", 4, 61), ("sfno", 4, 8)),
+        ("unet", 2, 32), ("unet", 4, 121), ("pangu", 4, 32), ("swin", 4, 61),
+        ("crossformer", 4, 61), ("sfno", 2, 32), ("sfno", 4, 61), ("sfno", 4, 8),
     ],
-)
+)  # fmt: skip
 
 
 def _built(preset, rows):

@@ -181,9 +181,7 @@ CONFIGS = {
     tiers(
         fast=[("unet of far rows",), ("pangu",), ("swin whose windows don't divide the columns",)],
         slow=[("crossformer",)],
-        exhaustive=[
-            *(("unet",), ("swin",), ("pangu whose windows don't divide the columns",)),
-        ],
+        exhaustive=[("unet",), ("swin",), ("pangu whose windows don't divide the columns",)],
     ),
 )
 def test_a_region_has_no_way_round_the_globe(name):

@@ -69,7 +69,9 @@ OPTIONS = {
         fast=[(3, 33, "all"), (3, 21, "mixer"), *((3, 22, x) for x in UNET_UPSAMPLING)],
         slow=[],
         exhaustive=[
-            *((2, 19, "all"), (4, 16, "mixer"), (2, 17, "large mixer")),
+            (2, 19, "all"),
+            (4, 16, "mixer"),
+            (2, 17, "large mixer"),
             *((2, 16, x) for x in UNET_UPSAMPLING),
         ],
     ),

@@ -41,18 +41,9 @@ from tests.training.meshes import (
 DAY = timedelta(hours=24)
 FAST = ("Lambert netCDF", "noleap zarr")
 SLOW = (
-    *(
-        "O16 on 17x16",
-        "O16 anemoi",
-        "HEALPix GRIB",
-        "box",
-        "rotated netCDF",
-        "WRF",
-        "360_day netCDF",
-        "icechunk",
-    ),
-    "kerchunk",
-)
+    "O16 on 17x16", "O16 anemoi", "HEALPix GRIB", "box", "rotated netCDF", "WRF", "360_day netCDF",
+    "icechunk", "kerchunk",
+)  # fmt: skip
 REGIONS = ("box", "Lambert zarr", "rotated netCDF")
 
 

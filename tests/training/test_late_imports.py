@@ -4,7 +4,7 @@ import ast
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -54,7 +54,10 @@ def alone(code: str, *arguments: str) -> str:
     return done.stdout
 
 
-def imported_at_once(body: list[ast.stmt]) -> Iterator[str]:
+WITH_STATEMENTS = (ast.stmt, ast.excepthandler, ast.match_case)
+
+
+def imported_at_once(body: Sequence[ast.AST]) -> Iterator[str]:
     """Yield the modules that statements import when they are run, and what may be modules."""
     for node in body:
         if isinstance(node, ast.Import):
@@ -65,9 +68,8 @@ def imported_at_once(body: list[ast.stmt]) -> Iterator[str]:
         elif isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
             yield from imported_at_once(node.orelse)
         elif not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            yield from imported_at_once(
-                [n for n in ast.iter_child_nodes(node) if isinstance(n, ast.stmt)]
-            )
+            parts = ast.iter_child_nodes(node)
+            yield from imported_at_once([x for x in parts if isinstance(x, WITH_STATEMENTS)])
 
 
 def test_no_module_of_a_run_imports_at_once_what_is_needed_late():

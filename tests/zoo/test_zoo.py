@@ -44,7 +44,7 @@ def test_common_models_are_exact_on_three_ranks(name: str) -> None:
     _check(FAMILIES[name], compare(FAMILIES[name], 3, trains=True))
 
 
-# In the long tier: all that are written here, each for one mechanism, and half of the others.
+# In the long tier: all that are written here, each for one mechanism, and a quarter of the others.
 OWN = [name for name, family in FAMILIES.items() if family.package == "own" and name not in FAST]
 OTHERS = [name for name, family in FAMILIES.items() if family.package != "own" and name not in FAST]
 

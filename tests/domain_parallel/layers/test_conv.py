@@ -185,8 +185,8 @@ class _PerRow(nn.Module):
 def test_any_convolution_inside_of_a_periodic_one():
     for args in [(1, 4), (2, 4, 2), (3, 3, 2, 0, 2), (0, 5), (2, (5, 1), (1, 3)), (1, 1)]:
         with entry(args):
-            build = (lambda *args: _Others(_EvenAndDilated(*args)), args, (2, 2, 14, 7))
-            on_threads(3, assert_same_as_whole_globe, *build)
+            case = (lambda *args: _Others(_EvenAndDilated(*args)), args, (2, 2, 14, 7))
+            on_threads(3, assert_same_as_whole_globe, *case)
     on_threads(3, assert_same_as_whole_globe, _PerRow, (), (2, 2, 4, 9, 6))
 
 
@@ -217,8 +217,8 @@ MOVED = [
 def test_rows_elsewhere_than_where_the_kernel_is():
     for move, conv in MOVED:
         with entry((move, conv())):
-            build = (lambda conv, move: Moved(conv(), move), (conv, move), (2, 2, 9, 6))
-            on_threads(3, assert_same_as_whole_globe, *build)
+            case = (lambda conv, move: Moved(conv(), move), (conv, move), (2, 2, 9, 6))
+            on_threads(3, assert_same_as_whole_globe, *case)
 
 
 def _twice():

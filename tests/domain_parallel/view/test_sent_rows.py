@@ -159,7 +159,9 @@ def test_rows_are_sent_once(ranks):
     ],
 )
 def test_convolutions_that_reach_over_a_band_send_each_row_once(dilations, rows, again, overlap):
-    function = lambda m, x: sum(dilated(m, x, d) for d in dilations)  # noqa: E731
+    def function(m, x):
+        return sum(dilated(m, x, dilation) for dilation in dilations)
+
     forward, backward = zip(*check(function, (2, CHANNELS, 16, COLUMNS), 4), strict=True)
     assert [sent for sent, _ in forward] == rows
     # Every rank returns the gradients of as many rows as it has received.
@@ -168,8 +170,10 @@ def test_convolutions_that_reach_over_a_band_send_each_row_once(dilations, rows,
 
 @pytest.mark.slow
 def test_many_rows_of_poles_become_bands():
+    def beyond(rows):
+        return rows.flip(2).roll(COLUMNS // 2, -1)
+
     def function(m, x):
-        beyond = lambda rows: rows.flip(2).roll(COLUMNS // 2, -1)  # noqa: E731
         return conv(m, joined(x, 4, beyond), rows=9)
 
     sent = check(function, (2, CHANNELS, 24, COLUMNS), 4)

@@ -125,6 +125,7 @@ def test_check_and_run_refuse_before_statistics(
             # Some values are refused while the config is composed.
             run(configs.get(mistake) or composed(folder, *more), RankInfo())
         assert str(error.value) == lines[mistake], mistake
+        assert any(text.partition("=")[0] in lines[mistake] for text in more), lines[mistake]
     assert not (folder / "run").exists()
 
 

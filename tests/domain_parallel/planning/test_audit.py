@@ -160,10 +160,7 @@ MIXING = {
 }
 
 
-EXHAUSTIVE = pytest.mark.exhaustive
-
-
-@pytest.mark.parametrize("name", every(8, ROW_LOCAL, EXHAUSTIVE))
+@pytest.mark.parametrize("name", every(8, ROW_LOCAL))
 def test_row_local_code_passes_and_is_exact(name):
     on_threads(3, assert_same_as_whole_globe, Model, (ROW_LOCAL[name],), SHAPE, 1e-11)
 
@@ -185,7 +182,7 @@ def test_mixing_code_is_refused():
             _refused(code, 2)
 
 
-@pytest.mark.parametrize("name", every(14, MIXING, EXHAUSTIVE))
+@pytest.mark.parametrize("name", every(14, MIXING))
 def test_what_is_refused_would_have_been_wrong(name, monkeypatch):
     """Without the audit the cases above raise or give wrong results: no false alarms."""
     monkeypatch.setattr("credit_dp.domain_parallel.planning.model_plan.audit", lambda *_: None)

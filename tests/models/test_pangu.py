@@ -18,6 +18,7 @@ from credit_dp.models.pangu import CubeEmbedding, CubeRecovery, EarthAttention, 
 from credit_dp.models.shifted_windows import WindowBlock, window_columns
 from tests.domain_parallel.equality import MODEL, RANDOM_LOCK, assert_same_as_whole_globe
 from tests.ranks import assert_same_numbers, on_processes, on_threads
+from tests.tables import entry
 from tests.tier_cases import tiers
 
 # Two variables on three levels and two at the surface, in between; a forcing; two states.
@@ -110,7 +111,8 @@ def test_attention_equals_a_loop_over_windows():
         torch.nn.init.normal_(layer.table)
         x = torch.randn(2, 3, 5, columns, 4, dtype=torch.float64)
         case = f"shifted {shifted}, periodic {is_periodic}, {columns} columns"
-        torch.testing.assert_close(layer(x), _slow_attention(layer, x), msg=case)
+        with entry(case):
+            torch.testing.assert_close(layer(x), _slow_attention(layer, x))
 
 
 def _slow_attention(layer, x):

@@ -32,6 +32,7 @@ from credit_dp.models.unet import LongRangeConv2d, PeriodicConv2d, PeriodicUpsam
 from tests.domain_parallel.equality import MODEL, assert_same_as_whole_globe
 from tests.domain_parallel.view.functions import assert_close, backward, run_whole
 from tests.ranks import on_threads
+from tests.tables import entry
 from tests.tier_cases import tiers
 
 EDGES = ("replicate", "reflect", "zeros")
@@ -90,7 +91,8 @@ def test_convolutions_pad_all_four_sides_alike():
             inner = conv if isinstance(conv, nn.Conv2d) else conv.conv
             padded = _numpy_pad(x, (2, 2), (2, 2), edges)
             expected = F.conv2d(padded, inner.weight, inner.bias, inner.stride, groups=inner.groups)
-            torch.testing.assert_close(conv(x), expected, msg=f"{type(layer).__name__}, {edges}")
+            with entry((type(layer).__name__, edges)):
+                torch.testing.assert_close(conv(x), expected)
 
 
 def test_rows_have_edges_and_columns_go_round_in_a_band_of_latitudes():
@@ -108,7 +110,8 @@ def test_rows_have_edges_and_columns_go_round_in_a_band_of_latitudes():
             if name != "enlarge":
                 conv = getattr(layer, "conv", layer)
                 expected = F.conv2d(expected, conv.weight, conv.bias, groups=conv.groups)
-            torch.testing.assert_close(layer(x), expected, msg=f"{name}, {edges}")
+            with entry((name, edges)):
+                torch.testing.assert_close(layer(x), expected)
 
 
 def test_a_band_of_latitudes_has_no_seam():
@@ -162,7 +165,8 @@ def test_whole_cubes_of_pangu_pad_the_region():
         surface = _numpy_pad(x[:, [0, 7]], (0, 1), (0, 2), edges)
         surface = F.conv2d(surface, conv.weight, conv.bias, (2, 3))
         expected = torch.cat([tokens, surface[:, :, None]], 2)
-        torch.testing.assert_close(embedding(x), expected, msg=edges)
+        with entry(edges):
+            torch.testing.assert_close(embedding(x), expected)
 
 
 CONFIGS = {

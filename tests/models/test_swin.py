@@ -15,6 +15,7 @@ from credit_dp.models import build_model
 from credit_dp.models.swin import CosineAttention, Swin
 from tests.domain_parallel.equality import MODEL, RANDOM_LOCK, assert_same_as_whole_globe
 from tests.ranks import on_threads
+from tests.tables import entry
 from tests.tier_cases import tiers
 
 FIELDS = Fields.flat(3, 2)
@@ -49,7 +50,8 @@ def test_longitude_is_periodic():
         model = _swin((12, 32), depths=depths).double()
         x = torch.randn(1, FIELDS.inputs, 12, 32, dtype=torch.float64)
         turned = model(x.roll(16, -1))
-        torch.testing.assert_close(turned, model(x).roll(16, -1), msg=str(depths))
+        with entry(depths):
+            torch.testing.assert_close(turned, model(x).roll(16, -1))
         assert (turned - model(x)).abs().max() > 1e-3, depths
 
 

@@ -21,6 +21,7 @@ from credit_dp.models.unet import (
 )
 from tests.domain_parallel.equality import MODEL, assert_same_as_whole_globe
 from tests.ranks import assert_same_numbers, on_processes, on_threads
+from tests.tables import entry
 from tests.tier_cases import tiers
 
 BATCH = 3
@@ -142,7 +143,8 @@ def test_what_is_dropped_is_there_without_training():
         model.load_state_dict(plain.state_dict())  # neither has parameters
         x = torch.randn(BATCH, 5, 9, 8)
         assert not torch.allclose(model(x), plain(x)), option
-        torch.testing.assert_close(model.eval()(x), plain.eval()(x), msg=option)
+        with entry(option):
+            torch.testing.assert_close(model.eval()(x), plain.eval()(x))
 
 
 def test_a_gate_scales_channels_by_what_their_global_means_say():
@@ -171,7 +173,8 @@ def test_a_resized_field_without_contrasts_has_no_checkerboard():
     for upsample in ("nearest", "bilinear"):
         finer = _unet(upsample=upsample).up[0](flat)
         assert finer.shape == (1, 4, 10, 8)
-        torch.testing.assert_close(finer, finer[..., :1, :1].expand_as(finer), msg=upsample)
+        with entry(upsample):
+            torch.testing.assert_close(finer, finer[..., :1, :1].expand_as(finer))
     assert _unet(upsample="transpose").up[0](flat).std((-2, -1)).min() > 0
 
 
@@ -221,9 +224,11 @@ def test_long_range_kernels_go_around_the_globe_and_not_over_the_poles():
         layer, x = LongRangeConv2d(3, (7, columns)), torch.randn(2, 3, 5, 6)
         plain = F.pad(_wrapped(x, columns // 2), (0, 0, 3, 3))
         expected = F.conv2d(plain, layer.weight, layer.bias, groups=3)
-        torch.testing.assert_close(layer(x), expected, msg=str(columns))
+        with entry(columns):
+            torch.testing.assert_close(layer(x), expected)
         turned = layer(x.roll(2, -1)).roll(-2, -1)
-        torch.testing.assert_close(turned, expected, msg=str(columns))
+        with entry(columns):
+            torch.testing.assert_close(turned, expected)
 
 
 def test_choices_that_are_refused():

@@ -31,6 +31,7 @@ from credit_dp.training.optim import (
 )
 from credit_dp.training.optimizers import first_basis, starting_basis
 from tests.checkpoints import save_checkpoint
+from tests.tables import entry
 from tests.tier_cases import tiers
 from tests.training.meshes import (
     ONE,
@@ -262,7 +263,8 @@ def test_complex_weights_are_two_real_ones() -> None:
             ours.step()
             theirs.step()
         found, wanted = torch.view_as_real(whole.detach()), parts.detach()
-        torch.testing.assert_close(found, wanted, rtol=1e-13, atol=0, msg=config.name)
+        with entry(config.name):
+            torch.testing.assert_close(found, wanted, rtol=1e-13, atol=0)
 
 
 OPTIMIZERS: dict[str, OptimizerConfig] = {

@@ -24,7 +24,6 @@ from tests.pipeline_parallel.models import (
 from tests.ranks import on_processes
 from tests.tier_cases import tiers
 
-SCHEDULES = ("gpipe", "1f1b", "interleaved")
 NAMES_AND_SCHEDULES = [
     ("unet", "gpipe"), ("pangu", "interleaved"), ("swin", "gpipe"), ("crossformer", "1f1b"),
     ("sfno", "interleaved"), ("spectral norm", "1f1b"), ("view", "gpipe"),

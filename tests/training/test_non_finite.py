@@ -116,7 +116,7 @@ def line_on(mesh: Mesh, config: Config, how: str) -> str:
     assert set(lines) == {lines[0]}
     assert "\n" not in lines[0]
     assert f"at step {BAD}. " in lines[0]
-    assert f"The last checkpoint is {CHECKPOINT}. " in lines[0]
+    assert f"The last checkpoint is {CHECKPOINT}. Lower optimizer.lr (now " in lines[0]
     return str(lines[0])
 
 

@@ -55,7 +55,7 @@ def _dilated(height, size):
 ORDERS = [_in_order, _shifted, _dilated]
 
 
-# Of the last but one there are fewer windows than ranks.
+# Ten rows have fewer windows of six than there are ranks.
 HEIGHTS_AND_SIZES = [(48, 8), (46, 4), (25, 6), (13, 3), (10, 6), (7, 7)]
 
 

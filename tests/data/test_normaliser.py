@@ -29,7 +29,6 @@ CHANNELS = Channels(
     static=("latitude_sin", "lake_depth"),
     diagnostic=(Channel("total_precipitation"), Channel("cloud")),
 )
-SHAPE = (3, 4, 6)
 
 
 def statistics(**changes):

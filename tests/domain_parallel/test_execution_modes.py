@@ -214,7 +214,7 @@ COMPILED = {
 COMPILATIONS = [
     (name, *backend) for name in COMPILED for backend in ((3, "aot_eager"), (2, "inductor"))
 ]
-OFTEN = ("crossformer", 3, "aot_eager")
+OFTEN = ("unet", 2, "inductor")
 
 
 def _compiled_to_one_graph(manager, config, rows, backend):

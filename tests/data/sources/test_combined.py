@@ -99,6 +99,11 @@ def test_a_time_that_a_store_lacks_is_never_read_from_it(pair):
             source.read(upper, times, slice(0, 11))
 
 
+def test_statics_of_both(pair):
+    fields = JoinedSource(pair).read(STATICS, slice(0, 1), slice(0, 11))
+    assert np.array_equal(fields[0], [DATA[channel.variable].values for channel in STATICS])
+
+
 def test_levels_that_differ_are_refused_unless_some_are_chosen(tmp_path):
     names = ["geopotential", "temperature"]
     paths = [

@@ -255,7 +255,6 @@ def test_masks_are_of_all_members(tmp_path):
         assert np.flatnonzero(~mask.all(axis=1)).tolist() == rows
 
 
-@pytest.mark.slow
 def test_statistics_are_of_the_members_or_of_more(tmp_path):
     path = stores.write(DATA, tmp_path / "store.zarr")
     alone = stores.write(ensemble_stores.member(DATA, 0), tmp_path / "alone.zarr")

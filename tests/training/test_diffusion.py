@@ -396,7 +396,6 @@ MESHES = tiers(
 )
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("mesh", MESHES)
 def test_samples_are_the_same_on_every_mesh(sampled_alone, mesh):
     config, wanted = sampled_alone

@@ -294,7 +294,6 @@ def scores(manager: DomainParallelManager, config: Config) -> tuple[Any, Any]:
     return validation, {name: values.tolist() for name, values in found.scores.items()}
 
 
-@pytest.mark.slow
 def test_ensembles_have_their_scores(store, tmp_path):
     plain = make_config(store, tmp_path / "run")
     dates = replace(plain.data.dates, valid=["2000-01-03T12", "2000-01-05T18"])

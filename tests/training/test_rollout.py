@@ -153,7 +153,6 @@ def by_hand(config: Config) -> Found:
     return total.item(), {}, {name: p.grad for name, p in named.items() if p.grad is not None}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", tiers([("sea",)], [("rim",)], [("plain",), ("frames",)]))
 def test_the_gradient_is_that_of_the_definition(store, seas, kind):
     config = three_steps(store, seas, kind)

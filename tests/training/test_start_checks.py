@@ -38,6 +38,7 @@ ON_REGION = "data.store=FOLDER/region.zarr"
 RESUMED = "resume=FOLDER/step-00000000"
 # Of each kind of check one.
 MISTAKES = {
+    "a mirrored region": [ON_REGION, "trainer.mirror=0.5"],
     "a spectrum of a region": [ON_REGION, "loss.spectrum=1"],
     "a grid too small for the model": ["model.channels=[8,8,8,8,8,8]"],
     "weights of another model": ["init_from=FOLDER/step-00000000", "model=sfno_small"],
@@ -48,7 +49,6 @@ MISTAKES = {
     "no key of wandb": ["logger.wandb=online", "logger.trackers=[wandb]"],
 }
 MORE_MISTAKES = {
-    "a mirrored region": [ON_REGION, "trainer.mirror=0.5"],
     "resumed with other variables": [RESUMED, "data.prognostic=[temperature]"],
     "resumed with another seed": [RESUMED, "seed=5"],
     "few samples": ["data.batch_size=400"],

@@ -4,16 +4,19 @@ import re
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import pytest
+
 from credit_dp.errors import UserError
 
 
 def refusal(call: Callable[..., Any], *arguments: Any, **options: Any) -> str:
     """Return the line with which a call is refused; it is one line."""
-    line = f"not refused: {arguments} {options}"
     try:
         call(*arguments, **options)
     except UserError as error:
         line = str(error)
+    else:
+        pytest.fail(f"not refused: {arguments} {options}")
     assert "\n" not in line
     return line
 

@@ -1,8 +1,9 @@
 """Let the ranks of a launcher end together, and report a failure once.
 
-The launcher ends all ranks when one fails: torchrun by itself, others with a flag (docs/mesh.md).
-But a rank that was killed can't report itself, ranks that lose it would all report that, and a rank
-that trains can't tell the launcher's SIGTERM from one that asks for a checkpoint. So in every rank
+The launcher ends all ranks when one fails: torchrun by itself, others with a flag
+(docs/cluster.md). But a rank that was killed can't report itself, ranks that lose it would all
+report that, and a rank that trains can't tell the launcher's SIGTERM from one that asks for a
+checkpoint. So in every rank
 
 1. a thread looks twice a second for the key `credit_dp/end` of the rendezvous store, and whether
    the processes of all ranks of this machine are still there,

@@ -525,7 +525,7 @@ def test_train_py_is_exact_on_two_ranks_resumes_and_sweeps(tmp_path: Path) -> No
 
 def _rules_of_the_docs() -> str:
     """Return the file of the docs that adds a rule for a type and one for a function."""
-    page = (ROOT / "docs/your-own-model.md").read_text()
+    page = (ROOT / "docs/own-model-rules.md").read_text()
     return "# my_rules.py" + page.split("# my_rules.py", 1)[1].split("```", 1)[0]
 
 

@@ -317,7 +317,7 @@ class TestKeys:
 
 class TestPhysical:
     def test_the_docs_have_them(self) -> None:
-        page = (Path(__file__).parents[2] / "docs/your-era5.md").read_text()
+        page = (Path(__file__).parents[2] / "docs/data-limits.md").read_text()
         rows = re.findall(r"^\| (.*`.*) \| (\S+) to (\S+)( .*)? \|$", page, re.MULTILINE)
         documented = {}
         for names, low, high, unit in rows:

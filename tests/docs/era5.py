@@ -1,4 +1,4 @@
-"""Writes a small store in the form of WeatherBench 2, in place of a reader's own store."""
+"""Writes small stores in place of a reader's own, and of one on a server of WeatherBench 2."""
 
 from pathlib import Path
 
@@ -61,3 +61,33 @@ def write(path: Path) -> None:
         for name, array in data.data_vars.items()
     }
     data.to_zarr(path, zarr_format=2, consolidated=True, encoding=chunks)
+
+
+def write_as_on_the_server(folder: Path) -> None:
+    """Write WeatherBench 2's coarsest store, with the dims, order and chunks that it has there."""
+    data = _read(folder).sortby("latitude")
+    data = data.transpose("time", "level", "longitude", "latitude", missing_dims="ignore")
+    start = np.datetime64("2016-01-01", "ns")
+    data["time"] = start + np.arange(STEPS) * np.timedelta64(6, "h")
+    chunks = {
+        name: {"chunks": tuple({"time": 100}.get(str(dim), data.sizes[dim]) for dim in array.dims)}
+        for name, array in data.data_vars.items()
+    }
+    path = folder / "1959-2023_01_10-6h-64x32_equiangular_conservative.zarr"
+    data.to_zarr(path, zarr_format=2, consolidated=True, encoding=chunks)
+
+
+def write_others(folder: Path) -> None:
+    """Write a region, a climate model's years of 365 days from the year 1, and two members."""
+    data = _read(folder).isel(time=slice(0, 80))
+    data.sel(latitude=slice(70, 20), longitude=slice(0, 60)).to_netcdf(folder / "europe.nc")
+    years = xr.date_range("0001-01-01", periods=80, freq="6h", calendar="noleap", use_cftime=True)
+    data.assign_coords(time=years).to_netcdf(folder / "cesm.nc")
+    timed = data[[name for name in data if "time" in data[name].dims]]
+    members = xr.concat([timed, timed], xr.Variable("number", [0, 1]))
+    members.assign({name: data[name] for name in STATICS}).to_netcdf(folder / "eda.nc")
+
+
+def _read(folder: Path) -> xr.Dataset:
+    """Return the store of `write` without its chunks."""
+    return xr.open_zarr(folder / "era5.zarr").load().drop_encoding()

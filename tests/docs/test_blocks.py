@@ -32,20 +32,21 @@ FILE = re.compile(r"(?:# @package _global_\n)?# (\w+\.(?:py|ya?ml))\n")
 # A training command of a page is run at this size; `make` targets are looked at, not run.
 SMALL = "experiment=fast trainer.evaluate_stride_hours=2000"  # one forecast is scored
 STEPS = "trainer.steps=2"  # unless the command says how many
-# On these pages only the length is changed: three are about a store, one about experiments.
+# On these pages only the length is changed: most are about a store, one about experiments.
 OWN_STORE = "model=unet_tiny trainer.evaluate_stride_hours=2000 logger=csv"
 SHORT = {
     "your-era5.md": OWN_STORE,
+    "data-regions.md": OWN_STORE,
     "physics.md": OWN_STORE,
-    "sites.md": OWN_STORE,
+    "cluster.md": OWN_STORE,
     "import.md": "trainer.evaluate_stride_hours=2000 trainer.validate_every=0 logger=csv",
 }
 # Pages of features that the tests of their own folders train with: their commands run in the widest
 # tier, and are composed in the long one.
 OF_FEATURES = {
-    *("diffusion.md", "ensembles.md", "evaluating.md", "forecasting.md", "loss.md", "metrics.md"),
-    *("models.md", "optimizer.md", "physics.md", "pipeline.md", "rollouts.md", "sites.md"),
-    *("training.md", "which-parallelism.md"),
+    *("cluster.md", "diffusion.md", "ensembles.md", "evaluating.md", "forecasting.md", "loss.md"),
+    *("metrics.md", "models.md", "optimizer.md", "physics.md", "rollouts.md", "training.md"),
+    *("which-parallelism.md",),
 }
 # Pages whose trainings draw plots: one of the quickstart, and one of a store with 13 levels.
 DRAWN = {"models.md", "evaluating.md"}
@@ -55,6 +56,8 @@ FEWER = {
     "--nproc-per-node 4": "--nproc-per-node 2",
     "parallel.pipeline=2 parallel.data=2": "parallel.pipeline=2",
 }
+# The store that a page copies from a server lies beside the reader's own here, in the same layout.
+SERVER = "gs://weatherbench2/datasets/era5/"
 # The climate of `experiment=fast`, for a script that knows no experiments.
 CLIMATE = (
     "data.grid=24x48 data.quickstart.truncation=15 data.quickstart.runs=2 "
@@ -95,6 +98,8 @@ def user(tmp_path_factory):
     for name in ("conf", "scripts"):
         shutil.copytree(ROOT / name, folder / name)
     era5.write(folder / "era5.zarr")
+    era5.write_as_on_the_server(folder)
+    era5.write_others(folder)
     anemoi_stores.write(stores.dataset(24, 48, 40), folder / "anemoi.zarr")
     wrf_files.write(wrf_files.dataset("lat-lon"), folder)
     return folder
@@ -135,7 +140,7 @@ def pytest_generate_tests(metafunc):
 
 
 def _run_line(line, page, user):
-    command = line
+    command = line = line.replace(SERVER, "")
     if line.startswith("make "):
         command = line.replace("make ", "make -n ", 1)
     elif "/data/era5.zarr" in line:

@@ -27,7 +27,7 @@ oldest_RESOLUTION := lowest-direct
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help run test test-all test-slow test-newest test-oldest lint check docs bench
+.PHONY: help run test test-all test-slow test-newest test-oldest lint check docs notebooks bench
 
 help:
 	@echo "make run       install, then train a U-Net on two ranks on the quickstart data"
@@ -39,6 +39,7 @@ help:
 	@echo "make check     install, then lint, types, import contract and the fast tests"
 	@echo "make lint      the same without the tests"
 	@echo "make docs      install, then build the documentation as a web site in site/html"
+	@echo "make notebooks  install, then run the notebooks and store their results in them"
 	@echo "make bench     install, then measure speed and memory; needs a machine that does nothing else"
 
 run: $(VENV)/installed
@@ -66,10 +67,13 @@ lint: $(VENV)/installed-dev
 
 check: lint test
 
-# A warning is an error. With NOTEBOOKS=force the notebooks run, and are shown with their results.
+# A warning is an error. Notebooks are shown with the results that are stored in them.
 docs: $(VENV)/installed-dev
 	$(BIN)/sphinx-build --quiet --fail-on-warning --builder html --fresh-env \
 	  --conf-dir docs --doctree-dir site/doctrees . site/html
+
+notebooks: $(VENV)/installed-test
+	$(BIN)/python scripts/run_notebooks.py
 
 bench: $(VENV)/installed-test
 	$(BIN)/python benchmarks/bench.py

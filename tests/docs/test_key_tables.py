@@ -8,8 +8,11 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from omegaconf import OmegaConf
 
 from credit_dp.cli.compose import Composer
+from credit_dp.cli.overrides import parse_overrides
+from tests.tables import entry
 
 ROOT = Path(__file__).parents[2]
 PAGES = (
@@ -19,11 +22,9 @@ PAGES = (
     "checkpoints",
     "metrics",
     "failures",
-    "models",
     "data-tables",
     "quickstart-climate",
     "own-model-rules",
-    "physics",
     "keys",
 )
 
@@ -45,14 +46,15 @@ def test_tables_agree_with_the_fields(tables: ModuleType) -> None:
     pages = {path.stem: path.read_text() for path in (ROOT / "docs").glob("*.md")}
     assert {page for page, text in pages.items() if tables.TABLE.search(text)} == set(PAGES)
     for page, text in pages.items():
-        assert tables.write_tables(text) == text, f"{page}: run python scripts/write_key_tables.py"
+        written = tables.write_tables(text, examples=page == "keys")
+        assert written == text, f"{page}: run python scripts/write_key_tables.py"
         markers = [marker for _, marker, _ in tables.TABLE.findall(text)]
         assert len(markers) == len(set(markers)), f"{page}: a table is repeated"
 
 
 def test_each_group_of_training_is_in_a_table() -> None:
     text = "\n".join((ROOT / f"docs/{page}.md").read_text() for page in PAGES)
-    assert "| `optimizer.lr` | `0.003` | learning rate after the warm-up |" in text
+    assert "| `optimizer.lr` | `0.003` | `1e-3` | learning rate after the warm-up |" in text
     for key in ("loss.spectrum", "trainer.exploding", "logger.wandb", "parallel.domain"):
         assert f"\n| `{key}` | " in text
 
@@ -86,6 +88,29 @@ def test_a_row_has_key_default_and_meaning(tables: ModuleType) -> None:
         "| `trainer.keep_checkpoints` | `1` | number of the newest checkpoints that are kept |"
     )
     assert tables.row("model=unet.blocks").startswith("| `model.blocks` | `1` | ")
+    row = tables.row("data.quickstart.truncation", example=True)  # that of the comment, moved
+    assert row.startswith("| `data.quickstart.truncation` | `21` | `42` | spectral truncation: ")
+    assert "e.g." not in row
+
+
+@pytest.mark.slow
+def test_the_command_line_takes_each_example(tables: ModuleType) -> None:
+    page = (ROOT / "docs/keys.md").read_text()
+    count = 0
+    for _, marker, _ in tables.TABLE.findall(page):
+        for key in (key for selector in marker.split() for key in tables.select_keys(selector)):
+            group, _, name = key.rpartition(".")
+            written, field, comment = tables.field_of(key)
+            example = tables.example_of(written, field, comment)
+            (override,) = parse_overrides([example if "=" in example else f"{written}={example}"])
+            count += 1
+            if "=" in example:
+                continue  # a choice of the group
+            config = next(cls for cls in tables.classes_of(group) if field in fields(cls))
+            with entry(f"{written}={example}"):
+                taken = OmegaConf.merge(OmegaConf.structured(config), {name: override.value()})
+                assert taken[name] != tables.default_value(field)
+    assert count > 150
 
 
 def test_an_unknown_key_is_refused(tables: ModuleType) -> None:

@@ -4,12 +4,14 @@ Its source folder is that of the repository, so that links between the README, p
 are the same here and there.
 """
 
-import os
-from functools import partial
+from typing import TYPE_CHECKING
 
-import jupyter_cache.executors.utils as executors
+from docutils import nodes
 
 import credit_dp
+
+if TYPE_CHECKING:
+    from sphinx.application import Sphinx
 
 project = "credit_dp"
 author = "The credit_dp developers"
@@ -21,22 +23,18 @@ extensions = [
     "sphinx.ext.autodoc",
     "sphinx.ext.napoleon",
     "sphinx_copybutton",
+    "sphinx_design",
 ]
 root_doc = "docs/index"
 include_patterns = ["*.md", "docs/**.md", "notebooks/*"]
 exclude_patterns = [".*", "site", "outputs", "multirun", "build"]
 
 # Pages are Markdown as GitHub shows it; links to headings as GitHub names them.
+myst_enable_extensions = ["colon_fence"]
 myst_heading_anchors = 4
 myst_links_external_new_tab = False
-# With NOTEBOOKS=force they are executed, which takes some minutes, and shown with their results.
-nb_execution_mode = os.environ.get("NOTEBOOKS", "off")
-nb_execution_raise_on_error = True
-nb_execution_timeout = 600
+nb_execution_mode = "off"  # `scripts/run_notebooks.py` stores the results that are shown
 nb_render_image_options = {"alt": "Plot of the code above"}
-# A command's output comes in parts of 100 characters, and each would be a block on the page.
-# nbclient can join them, myst_nb has no setting for that, and its own begins a line at each.
-executors.executenb = partial(executors.executenb, coalesce_streams=True)
 suppress_warnings = ["misc.highlighting_failure"]  # cells in bash
 
 default_role = "code"  # of `names` in docstrings
@@ -56,4 +54,30 @@ html_show_sourcelink = False
 html_static_path = ["_static"]
 html_extra_path = ["_extra"]
 html_css_files = ["style.css"]
-html_theme_options = {"navigation_with_keys": True}
+html_js_files = ["keys.js"]
+html_logo = html_favicon = "_static/logo.svg"
+html_theme_options = {
+    "navigation_with_keys": True,
+    "source_repository": "https://github.com/credit-dp/credit_dp",
+    "source_branch": "main",
+    "source_directory": "",
+}
+
+
+def name_rows(_: "Sphinx", document: nodes.document) -> None:
+    """Give each row of the page of all keys the name of its key, so that a link leads there."""
+    if document.settings.env.docname != "docs/keys":
+        return
+    named = set()
+    for row in document.findall(nodes.row):
+        key = row.next_node(nodes.literal)
+        if key is not None and key.astext() not in named:
+            name = key.astext()
+            named.add(name)
+            row["ids"].append(name)
+            key.replace_self(nodes.reference("", "", key.deepcopy(), refid=name))
+
+
+def setup(app: "Sphinx") -> None:
+    """Register what this site adds to Sphinx."""
+    app.connect("doctree-read", name_rows)

@@ -91,6 +91,7 @@ EXAMPLES = {
     "trainer.mirror": "0.5",
     "trainer.input_noise": "0.1",
     "trainer.validate_every": "100",
+    "trainer.patience": "3",
     "trainer.evaluate_members": "8",
     "trainer.evaluate_hours": "[6,24,72]",
     "trainer.evaluate_stride_hours": "6",

@@ -47,3 +47,17 @@ def test_spectra_of_scorecards_beside_each_other(tmp_path):
     draw = runpy.run_path(str(SCRIPTS / "compare_spectra.py"))["main"]
     draw([str(tmp_path / "one"), str(tmp_path / "other"), "--out", str(tmp_path / "a.png")])
     assert imread(tmp_path / "a.png").shape[1] > 600
+
+
+def test_outputs_of_notebooks_are_stored_without_paths():
+    import nbformat.v4
+
+    script = runpy.run_path(str(SCRIPTS / "run_notebooks.py"))
+    written = nbformat.v4.new_output("stream", text="wrote /tmp/credit_dp-x1/outputs/first\n")
+    assert script["portable"](written).text == "wrote outputs/first\n"
+    data = {"text/plain": "<xarray.Dataset>", "text/html": '<div class="xr-wrap">'}
+    shown = script["portable"](nbformat.v4.new_output("execute_result", data=data))
+    assert shown.data == {"text/plain": "<xarray.Dataset>"}
+    name = {"text/plain": "<matplotlib.legend.Legend at 0x7f8f>"}
+    assert script["names_an_artist"](nbformat.v4.new_output("execute_result", data=name))
+    assert not script["names_an_artist"](shown)

@@ -1,20 +1,18 @@
 """Measure everything: `make bench`, or `python benchmarks/bench.py [--only NAME ...] [--rounds N]`.
 
-Writes the figures to `benchmarks/results.json`, and their table to `docs/performance.md`. With
-`--only`, the other figures stay as they were. Figures of another device, dtype or layout go to a
-separate file and are printed, but not written to the page.
+Writes the figures to `benchmarks/results.json`, and from there into the README and the pages that
+show some. With `--only`, the other figures stay as they were. Figures of another device, dtype or
+layout go to a separate file and are printed, but not written to the pages.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import exchange_cost
@@ -34,16 +32,13 @@ from side_by_side import Row
 
 from credit_dp.files import write_text_atomic
 
-ROOT = Path(__file__).parents[1]
-PAGE = ROOT / "docs/performance.md"
 USUAL = ("cpu", "float32", "contiguous_format")
 OTHERS = [way for way, usual in zip((DEVICE, DTYPE, LAYOUT), USUAL, strict=True) if way != usual]
-RESULTS = ROOT / "benchmarks" / f"{'-'.join(['results', *OTHERS])}.json"
-FIGURES_IN_PAGE = re.compile(r"(?<=<!-- figures -->\n).*(?=<!-- end of figures -->)", re.DOTALL)
+RESULTS = table.RESULTS.with_stem("-".join(["results", *OTHERS]))
 
 
-def parts(rounds: int) -> Mapping[str, Callable[[], list[Row]]]:
-    """Return the functions that measure, by the name of the part."""
+def parts(rounds: int) -> Mapping[str, Callable[[], Sequence[Row | dict[str, Any]]]]:
+    """Return the functions that measure, by the name of the part: figures, or models of the zoo."""
     return {
         "exchange_cost": partial(exchange_cost.rows, rounds),
         "stack": partial(stack.rows, rounds),
@@ -56,7 +51,7 @@ def parts(rounds: int) -> Mapping[str, Callable[[], list[Row]]]:
         "planning": planning.rows,
         "scoring": scoring.rows,
         "start": start.rows,
-        "zoo": partial(zoo.rows, rounds),
+        "zoo": lambda: list(zoo.models(rounds)),
     }
 
 
@@ -74,39 +69,28 @@ def main() -> None:
             except SystemExit as error:  # too few cores or GPUs
                 print(f"{name}: not measured. {error}", flush=True)
                 continue
-            table.show(found)
             cost = {"seconds": time.monotonic() - since, "stolen": table.stolen_since(before)}
+            table.show(keep(name, {**table.machine(), "rounds": arguments.rounds, **cost}, found))
             print(f"{name}: {cost['seconds']:.0f} s, {cost['stolen']:.1%} stolen", flush=True)
-            keep(name, {**table.machine(), "rounds": arguments.rounds, **cost}, found)
-    write()
+    write_pages()
 
 
-def keep(name: str, how: Mapping[str, Any], rows: list[Row]) -> None:
-    """Write the figures of one part to the results, and keep all others."""
-    kept = figures()
-    kept[name] = {"how": how, "rows": [asdict(row) for row in rows]}
+def keep(name: str, how: Mapping[str, Any], found: Sequence[Row | dict[str, Any]]) -> Sequence[Row]:
+    """Write what was measured of one part to the results, keep all others; return its figures."""
+    rows = [asdict(each) for each in found if isinstance(each, Row)]
+    part = {"how": how, **({"rows": rows} if rows else {"models": found})}
+    kept = {**table.results(RESULTS), name: part}
     write_text_atomic(RESULTS, json.dumps(kept, indent=1) + "\n")
+    return table.figures(part)
 
 
-def figures() -> dict[str, Any]:
-    """Return the figures measured so far, by part."""
-    found: dict[str, Any] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-    return found
-
-
-def write() -> None:
-    """Write the table of figures to the page; print it for an unusual device, dtype or layout."""
-    kept = figures()
-    found = {name: [Row(**row) for row in kept[name]["rows"]] for name in parts(1) if name in kept}
-    goals = [row.met for rows in found.values() for row in rows if row.goal is not None]
-    minutes = sum(kept[name]["how"]["seconds"] for name in found) / 60
-    words = f"{sum(goals)} of {len(goals)} goals met, {minutes:.0f} minutes in all"
-    print(words)
+def write_pages() -> None:
+    """Write the figures into the pages; print them for an unusual device, dtype or layout."""
+    kept = table.results(RESULTS)
     if OTHERS:
-        print(table.markdown(found))
+        print(table.markdown({name: table.figures(part) for name, part in kept.items()}))
         return
-    text = f"\n{words}.\n\n{table.markdown(found)}\n\n{table.hows(kept)}\n\n"
-    write_text_atomic(PAGE, FIGURES_IN_PAGE.sub(lambda _: text, PAGE.read_text()))
+    table.write_pages(kept)
 
 
 if __name__ == "__main__":

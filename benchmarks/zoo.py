@@ -1,7 +1,8 @@
 """Compare other packages' models with one process: speed, memory, traffic, planning.
 
-`python benchmarks/zoo.py [NAME ...] [--rounds N]` prints a table of all or the named models, and
-writes the rows of `HOT` into docs/model-zoo.md. It needs the extra `zoo`. What it prints:
+`python benchmarks/zoo.py [NAME ...] [--rounds N]` prints a table of all or the named models;
+`python benchmarks/bench.py --only zoo` writes it into docs/model-zoo.md. It needs the extra `zoo`.
+It shows:
 
 - for the models of `HOT`, the speed of two ranks of one thread in a forward and backward, over one
   process of two threads: best and median. It is left out with `--rounds 0`, as on a machine that
@@ -9,8 +10,8 @@ writes the rows of `HOT` into docs/model-zoo.md. It needs the extra `zoo`. What 
 - the part of the activations of one process that a rank saves for backward, on 2 and 4 ranks.
 - the bytes and the messages (with sums) that a rank sends in a forward and backward, and all bytes
   relative to the least for these bands.
-- the seconds of its processor in which a rank plans, on 4 ranks.
-- the functions that run whole.
+- the seconds of its processor in which a rank plans, on 4 ranks, and the functions that run whole,
+  which the table leaves out.
 
 The least (`LeastTraffic`) is found without the rules, from the definition of each function that the
 model calls, the shapes, and where the rows of its arguments and results are:
@@ -29,7 +30,6 @@ Gradients return the same bytes, if the tensor has one.
 from __future__ import annotations
 
 import argparse
-import re
 import sys
 import time
 from collections import Counter, defaultdict
@@ -44,8 +44,8 @@ from typing import Any
 import torch
 from pinned import RANKS as PINNED
 from pinned import Contestants, Mesh, team
-from side_by_side import Entry, Ratio, Row, ratio, times
-from table import machine
+from side_by_side import Entry, Ratio, ratio, times
+from table import model_table
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils._pytree import tree_leaves, tree_map
@@ -59,19 +59,12 @@ from credit_dp.domain_parallel.view.attach import attached_view
 from credit_dp.domain_parallel.view.function_rules import bind, function_name
 from credit_dp.domain_parallel.view.layers import CONV, INTERPOLATE, POOLS, TRANSPOSE
 from credit_dp.domain_parallel.view.tensor import GlobalTensor, bands_of, global_tensors
-from credit_dp.files import write_text_atomic
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 import tests.zoo.packages  # noqa: E402, F401  # prepares the import of torchvision
 
 RANKS = (2, 4)
-MEMORY_GOAL = 0.30  # on four ranks
-SENT_GOAL = 1.05
-PLANNING_GOAL = 5.0
-SPEED_GOALS = (0.85, 1.0)  # by size of `HOT`
-PAGE = ROOT / "docs/model-zoo.md"
-HOT_IN_PAGE = re.compile(r"(?<=<!-- hot -->\n).*(?=<!-- /hot -->)", re.DOTALL)
 
 
 @dataclass
@@ -534,95 +527,54 @@ def speeds(name: str, rounds: int) -> dict[Grid, Ratio]:
     return found
 
 
-def counts(build: Callable[[], nn.Module], shape: tuple[int, ...]) -> dict[int, Step]:
-    """Return the costs of one process and of a rank of several, by number of ranks."""
-    return {ranks: measure(build, shape, ranks) for ranks in (1, *RANKS)}
+def models(rounds: int, names: Sequence[str] = ("",)) -> Iterator[dict[str, Any]]:
+    """Yield what was measured of each model, if its name has one of `names` in it."""
+
+    def is_named(name: str) -> bool:
+        return any(part.lower() in name.lower() for part in names)
+
+    for name, build in filter(lambda item: is_named(item[0]), HOT.items()):
+        found = speeds(name, rounds)
+        for grid in _grids(name):
+            yield _costs(name, partial(build, grid), (1, 3, *grid), found.get(grid))
+    for name, other, shape in MODELS:
+        if is_named(name):
+            yield _costs(name, other, shape, None)
 
 
-def rows(rounds: int) -> list[Row]:
-    """Return the figures of `HOT`; memory, bytes and planning are those of the large grid."""
-    made = []
-    for name, build in HOT.items():
-        for (grid, found), goal in zip(speeds(name, rounds).items(), SPEED_GOALS, strict=True):
-            made.append(
-                Row(
-                    f"forward and backward, {name} at {grid[0]}x{grid[1]}: speed of {PINNED} ranks",
-                    f"one process x {PINNED} threads",
-                    1 / found.best,
-                    goal,
-                    1 / found.typical,
-                    found.spread,
-                    at_least=True,
-                )
-            )
-        one, *_, rank = counts(partial(build, GRIDS[1]), (1, 3, *GRIDS[1])).values()
-        what = f"{name} at {GRIDS[1][0]}x{GRIDS[1][1]}, domain {RANKS[-1]}"
-        share = rank.saved / one.saved
-        made += [
-            Row(f"activations that a rank saves, {what}", "one process", share, MEMORY_GOAL),
-            Row(f"bytes of a step, {what}", "the least for these bands", rank.excess, SENT_GOAL),
-            Row(f"convert {what}", "", rank.planning, PLANNING_GOAL, unit="s"),
-        ]
-    return made
-
-
-TITLES = (
-    "model", "rows x columns", "by", f"speed of {PINNED} ranks", "memory", "a rank sends, MB",
-    "in messages", "over the least", "planning, s", "runs whole",
-)  # fmt: skip
-
-
-def cells(
-    name: str, shape: tuple[int, ...], by_ranks: dict[int, Step], speed: Ratio | None
-) -> list[str]:
-    """Return a row of the table."""
-    one, *several = by_ranks.values()
-    calls = several[-1].whole_calls.items()
-    sent = [step.sent / ranks / 1e6 for ranks, step in zip(RANKS, several, strict=True)]
-    return [
-        name,
-        f"{shape[-2]} x {shape[-1]}",
-        several[-1].conversion,
-        f"{1 / speed.best:.2f}, {1 / speed.typical:.2f}" if speed else "",
-        ", ".join(f"{step.saved / one.saved:.2f}" for step in several),
-        ", ".join(f"{size:.2f}" for size in sent),
-        ", ".join(str(step.messages) for step in several),
-        ", ".join(f"{step.excess:.2f}" for step in several),
-        f"{several[-1].planning:.2f}",
-        ", ".join(f"`{function}` {count} x" for function, count in calls),
-    ]
+def _costs(
+    name: str, build: Callable[[], nn.Module], shape: tuple[int, ...], speed: Ratio | None
+) -> dict[str, Any]:
+    """Return the speed and the costs of a model; lists are of 2 and of 4 ranks."""
+    one, *several = (measure(build, shape, ranks) for ranks in (1, *RANKS))
+    return {
+        "name": name,
+        "rows": shape[-2],
+        "columns": shape[-1],
+        "conversion": several[-1].conversion,
+        "best": 1 / speed.best if speed else None,
+        "typical": 1 / speed.typical if speed else None,
+        "spread": speed.spread if speed else None,
+        "memory": [step.saved / one.saved for step in several],
+        "megabytes": [step.sent / ranks / 1e6 for ranks, step in zip(RANKS, several, strict=True)],
+        "messages": [step.messages for step in several],
+        "excess": [step.excess for step in several],
+        "planning": several[-1].planning,
+        "whole_calls": dict(several[-1].whole_calls),
+    }
 
 
 def main() -> None:
-    """Print a row for each model; write the rows of all models to the page."""
+    """Print a table of the models."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("names", nargs="*", metavar="NAME", help="parts of names of models")
     parser.add_argument("--rounds", type=int, default=10, help="of speed; 0 leaves it out")
     arguments = parser.parse_args()
-    lines: list[str] = []
-
-    def is_named(name: str) -> bool:
-        return any(part.lower() in name.lower() for part in arguments.names or [""])
-
-    def add(line: Sequence[str]) -> None:
-        lines.append(f"| {' | '.join(line)} |\n")
-        print(lines[-1], end="", flush=True)
-
-    add(TITLES)
-    add(["---"] * len(TITLES))
-    for name, build in HOT.items():
-        if is_named(name):
-            found = speeds(name, arguments.rounds)
-            for grid in _grids(name):
-                shape = (1, 3, *grid)
-                add(cells(name, shape, counts(partial(build, grid), shape), found.get(grid)))
-    for name, other, shape in MODELS:
-        if is_named(name):
-            add(cells(name, shape, counts(other, shape), None))
-    if not arguments.names:
-        how = ", ".join(f"{key} {of}" for key, of in machine().items())
-        text = f"{''.join(lines)}\n{how}; {arguments.rounds} rounds of speed.\n"
-        write_text_atomic(PAGE, HOT_IN_PAGE.sub(lambda _: text, PAGE.read_text()))
+    found = []
+    for model in models(arguments.rounds, arguments.names or [""]):
+        found.append(model)
+        print(*model.values(), flush=True)
+    print(model_table(found))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Write docs/model-zoo.md: the models of the tests' zoo, how they are converted, their memory.
+"""Write the models of the tests' zoo into docs/model-zoo.md, and their number into the README.
 
 Usage: python scripts/write_model_zoo.py [--measure [NAME ...]]
 
@@ -9,7 +9,9 @@ ranks, kept in `tests/zoo/whole_calls.json`.
 
 import argparse
 import json
+import re
 import sys
+from collections import Counter
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -17,11 +19,12 @@ sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
 from tests.zoo.families import Family, all_families  # noqa: E402
 
-PAGE = ROOT / "docs/model-zoo.md"
+PAGES = (ROOT / "README.md", ROOT / "docs/model-zoo.md")
 CALLS = ROOT / "tests/zoo/whole_calls.json"
 MEMORY = ROOT / "tests/zoo/memory.json"
-BEGIN, END = "<!-- families -->\n", "<!-- /families -->\n"
+MARKED = re.compile(r"<!-- zoo: (\w+) -->.*?<!-- end of zoo -->", re.DOTALL)
 RANKS = 4
+NOTABLE = 0.5  # from this part of the memory on it stands beside the name
 
 
 def share_of_memory(family: Family) -> float:
@@ -53,41 +56,66 @@ def measure_all(names: list[str]) -> None:
             path.write_text(json.dumps(dict(sorted(table.items())), indent=1) + "\n")
 
 
+def count() -> str:
+    """Return how many models of which packages there are, and how many were written here."""
+    from tests.zoo.weather import FAMILIES as WEATHER
+
+    packages = Counter(family.package for family in all_families().values())
+    del packages["own"]
+    *most, last = [name for name, _ in packages.most_common()]
+    return (
+        f"{packages.total()} models of {', '.join(most)} and {last}, and {len(WEATHER)} after "
+        "published designs"
+    )
+
+
 def table() -> str:
-    """Return a row for each family."""
+    """Return a row for each package."""
     calls, shares = json.loads(CALLS.read_text()), json.loads(MEMORY.read_text())
+    packages: dict[str, list[Family]] = {}
+    for family in all_families().values():
+        packages.setdefault(family.package, []).append(family)
     lines = [
-        "| model | package | converted by | runs whole on 3 ranks | memory on 4 ranks |",
+        "| package | models | of them by layers | memory on 4 ranks | names |",
         "|---|---|---|---|---|",
     ]
-    for name, family in all_families().items():
-        whole = [f"`{f}` {n} x" for f, n in calls[name]["whole_calls"].items()]
+    for package, families in packages.items():
+        prefix = {"segmentation-models-pytorch": "smp_", "own": ""}.get(package, f"{package}_")
+        names = []
+        for family in families:
+            share = shares[family.name]
+            notable = f" ({share:.2f})" if share >= NOTABLE else ""
+            names.append(family.name.removeprefix(prefix) + notable)
+        by_layers = sum(calls[family.name]["conversion"] == "layers" for family in families)
+        kept = sorted(shares[family.name] for family in families)
         cells = (
-            name,
-            family.package,
-            calls[name]["conversion"],
-            ", ".join(whole),
-            f"{shares[name]:.2f}",
+            package,
+            str(len(families)),
+            str(by_layers),
+            f"{kept[0]:.2f} to {kept[-1]:.2f}, median {kept[len(kept) // 2]:.2f}",
+            ", ".join(names),
         )
         lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
+    return "\n" + "\n".join(lines) + "\n"
 
 
 def written(page: str) -> str:
-    """Return the page with the current table."""
-    before, _, rest = page.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    return f"{before}{BEGIN}{table()}{END}{after}"
+    """Return a page with the current table and count between its markers."""
+    texts = {"count": count, "families": table}
+    return MARKED.sub(
+        lambda found: f"<!-- zoo: {found[1]} -->{texts[found[1]]()}<!-- end of zoo -->", page
+    )
 
 
 def main() -> None:
-    """Measure with `--measure`, and write the page."""
+    """Measure with `--measure`, and write the pages."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--measure", nargs="*", metavar="NAME")
     names = parser.parse_args().measure
     if names is not None:
         measure_all(names)
-    PAGE.write_text(written(PAGE.read_text()))
+    for page in PAGES:
+        page.write_text(written(page.read_text()))
 
 
 if __name__ == "__main__":

@@ -90,9 +90,12 @@ def test_the_tables_have_exactly_the_families() -> None:
         assert sorted(json.loads(table.read_text())) == sorted(FAMILIES)
 
 
-def test_the_page_of_the_docs_has_the_tables() -> None:
-    page = (ROOT / "docs/model-zoo.md").read_text()
-    assert SCRIPT["written"](page) == page, "run scripts/write_model_zoo.py"
+def test_pages_have_the_table_and_the_count() -> None:
+    for path in SCRIPT["PAGES"]:
+        page = path.read_text()
+        assert SCRIPT["written"](page) == page, f"{path.name}: run scripts/write_model_zoo.py"
+    others = sum(family.package != "own" for family in FAMILIES.values())
+    assert f"<!-- zoo: count -->{others} models of timm" in (ROOT / "README.md").read_text()
 
 
 def test_the_zoo_is_large() -> None:

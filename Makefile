@@ -1,8 +1,10 @@
 # Two commands for a newcomer: `make run` and `make test`. `make help` lists the others.
-# VENV and PYTHON may be given: make test VENV=/tmp/venv PYTHON=python3.12
+# VENV, PYTHON and TORCH_INDEX may be given: make test VENV=/tmp/venv PYTHON=python3.12
 
 PYTHON ?= python3
 VENV ?= .venv
+# The index of torch, such as https://download.pytorch.org/whl/cpu; by default that of all packages.
+TORCH_INDEX ?=
 BIN := $(VENV)/bin
 WORKERS ?= 2 # test files or classes that run at once
 PYTEST_OPTIONS = -n $(WORKERS) --dist loadscope --no-loadscope-reorder
@@ -42,8 +44,9 @@ help:
 	@echo "make notebooks  install, then run the notebooks and store their results in them"
 	@echo "make bench     install, then measure speed and memory; needs a machine that does nothing else"
 
+# On the CPU, as two ranks need two GPUs.
 run: $(VENV)/installed
-	$(BIN)/python train.py model=unet parallel.domain=2
+	$(BIN)/python train.py model=unet parallel.domain=2 device=cpu
 
 test: $(VENV)/installed-test
 	$(PYTEST) -m "$(FAST)"
@@ -88,15 +91,20 @@ $(BIN)/python:
 	  exit 1; }
 	$(PYTHON) -m venv $(VENV)
 
-$(VENV)/installed: $(BIN)/python $(SETTINGS)
+$(VENV)/torch: $(BIN)/python
+	@test -z "$(TORCH_INDEX)" || \
+	  $(BIN)/python -m pip install --quiet -c constraints.txt torch --index-url $(TORCH_INDEX)
+	@touch $@
+
+$(VENV)/installed: $(VENV)/torch $(SETTINGS)
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e .
 	@touch $@
 
-$(VENV)/installed-test: $(BIN)/python $(SETTINGS)
+$(VENV)/installed-test: $(VENV)/torch $(SETTINGS)
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[test]'
 	@touch $(VENV)/installed $@
 
-$(VENV)/installed-dev: $(BIN)/python $(SETTINGS)
+$(VENV)/installed-dev: $(VENV)/torch $(SETTINGS)
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
 	@touch $(VENV)/installed $(VENV)/installed-test $@
 

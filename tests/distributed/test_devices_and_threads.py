@@ -1,15 +1,18 @@
 """Devices, data ranks and threads are chosen before any process starts."""
 
 import os
+import re
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.distributed import HashStore
 
+from credit_dp.cli.compose import Composer
 from credit_dp.config import ParallelConfig
 from credit_dp.config.training import TrainerConfig
 from credit_dp.distributed import placement, worker
@@ -38,6 +41,22 @@ def test_alone(monkeypatch: pytest.MonkeyPatch) -> None:
         config = replace(small_config("", domain, data), device=device)
         found = placement.resolve_ranks(config, None)
         assert (found.device, found.parallel.data) == expected, (gpus, device, domain, data)
+
+
+def test_the_page_of_gpus_says_how_many_ranks_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (Path(__file__).parents[2] / "docs/gpus.md").read_text()
+    rows = re.findall(r"^\| (\d) \| (?:`(.*?)`)? ?\| (\w+) \|", page, re.MULTILINE)
+    assert len(rows) == 7
+    for gpus, keys, ranks in rows:
+        monkeypatch.setattr(placement, "count_visible_gpus", lambda gpus=gpus: int(gpus))
+        config = Composer("train").compose_config(keys.split())
+        if ranks == "refused":
+            with pytest.raises(UserError, match=f"need 2 GPUs, but torch sees {gpus}"):
+                placement.resolve_ranks(config, None)
+            continue
+        parallel = placement.resolve_ranks(config, None).parallel
+        assert parallel.data is not None
+        assert placement.ranks_per_model(parallel) * parallel.data == int(ranks), (gpus, keys)
 
 
 def test_torch_counts_gpus_only_where_there_can_be_any(monkeypatch, tmp_path) -> None:

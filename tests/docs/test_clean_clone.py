@@ -103,22 +103,40 @@ def test_an_index_takes_both(distributions):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["*.tar.gz", "*.whl"])
-def test_what_an_index_has_works_outside_a_checkout(kind, distributions, tmp_path):
+@pytest.mark.parametrize(
+    ("kind", "command", "more"),
+    [
+        ("*.tar.gz", "credit-dp doctor", ""),
+        ("*.whl", "credit-dp train", "experiment=fast trainer.steps=2 run.name=first"),
+    ],
+)
+def test_what_an_index_has_works_in_an_empty_folder(kind, command, more, distributions, tmp_path):
+    """Each of the two distributions with one of the commands that the page begins with."""
     (package,) = distributions.glob(kind)
     install = ["install", "--quiet", "--no-deps", "--target", tmp_path / "site", package]
     subprocess.run([sys.executable, "-m", "pip", *install], check=True, timeout=TIMEOUT)
     assert (tmp_path / "site/credit_dp/py.typed").exists()
-    entry = "from credit_dp.cli import main; main()"
-    done = subprocess.run(
-        [sys.executable, "-c", entry, "train", "--cfg", "job"], cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(tmp_path / "site")}, capture_output=True, text=True,
-        timeout=TIMEOUT,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert "name: unet" in done.stdout
-    assert (tmp_path / "site/credit_dp/conf/config.yaml").exists()
     assert (tmp_path / "site/credit_dp/evaluation/coastlines.npz").exists()
+    site, cache = str(tmp_path / "site"), str(tmp_path / "cache")
+    (block,) = BLOCK.findall((ROOT / "docs/installation.md").read_text())
+    (line,) = (line for line in block.splitlines() if line.startswith(command))
+    (tmp_path / "empty").mkdir()
+    done = subprocess.run(
+        [sys.executable, "-m", "credit_dp", *line.split()[1:], *more.split()],
+        cwd=tmp_path / "empty", env={**os.environ, "PYTHONPATH": site, "CREDIT_DP_CACHE": cache},
+        capture_output=True, text=True, timeout=TIMEOUT,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    if command == "credit-dp train":
+        assert (tmp_path / "empty/outputs/first/checkpoint").exists()
+
+
+def test_the_page_of_installation_has_the_extras():
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
+    rows = re.findall(r"^\| `(\w+)` \|", (ROOT / "docs/installation.md").read_text(), re.MULTILINE)
+    assert sorted(rows) == sorted(extras.keys() - {"test", "docs", "dev"})
 
 
 def test_conda_installs_the_same_packages():

@@ -43,10 +43,12 @@ class Group(NamedTuple):
     pattern: str
 
 
-SPEED = Group("two ranks, a training step of three models", r"^training step, .* 96x192: .* ranks$")
-SLOWER = Group("the same on slower cores", r"^training step, .* 96x192: .* slower cores$")
-PACKAGES = Group("five models of other packages, 224 rows", r"^forward and .* 224x448: speed")
-SMALL = Group("the same, 96 or 112 rows", r"^forward and .* (96x192|112x224): speed")
+SPEED = Group("speed of 2 ranks, three models in training", r"^training step, .* 96x192: .* ranks$")
+SLOWER = Group("the same, slower cores", r"^training step, .* 96x192: .* slower cores$")
+PACKAGES = Group("the same, models of other packages, 224 rows", r"^forward and .* 224x448: speed")
+SMALL = Group(
+    "the same, models of other packages, 96 or 112 rows", r"^forward and .* (96x192|112x224): speed"
+)
 MEMORY = Group("memory for backward, a rank of 4", r"^activation memory .* domain 4$")
 BYTES = Group("bytes of a step, four models", r"^bytes of a step, \w+ at 64x128")
 HEADLINES = (
@@ -63,12 +65,12 @@ HEADLINES = (
     Group("start: command to first optimizer step", r"^start of the quickstart"),
 )
 OTHERS = (
-    Group("two ranks, a training step at 32x64", r"at 32x64: speed of 2 ranks$"),
+    Group("speed of 2 ranks in training at 32x64", r"at 32x64: speed of 2 ranks$"),
     Group("memory for backward, a rank of 2", r"^activation memory .* domain 2$"),
-    Group("the same of other packages' models, 4 ranks", r"^activations that a rank saves"),
-    Group("bytes of other packages' models, 4 ranks", r"^bytes of a step, .* 224x448"),
+    Group("the same, models of other packages, 4", r"^activations that a rank saves"),
+    Group("bytes of a step, models of other packages", r"^bytes of a step, .* 224x448"),
     Group("messages of a step", r"^messages of a step"),
-    Group("conversion of other packages' models", r"^convert .* 224x448"),
+    Group("conversion, models of other packages", r"^convert .* 224x448"),
     Group("what sharding adds to a convolution", r"^what sharding adds to a Conv2d"),
     Group("halo exchange", r"^HaloExchange"),
     Group("four convolutions with norms", r"^4 x \[Conv2d"),
@@ -200,11 +202,10 @@ def grouped(groups: Sequence[Group], rows: Sequence[Row]) -> str:
                     found[0].against if len(against) == 1 else "",
                     span([row.best for row in found], found[0].unit),
                     span([row.typical for row in found], found[0].unit),
-                    goal_of(found[0]),
-                    goals_met(found) if goals else "",
+                    f"{goals_met(found)} {goal_of(found[0])}" if goals else "",
                 ]
             )
-    return markdown_table(("what", "against", "best", "typical", "goal", "met"), lines)
+    return markdown_table(("what", "against", "best", "typical", "goals met"), lines)
 
 
 def members(group: Group, rows: Sequence[Row]) -> list[Row]:

@@ -67,6 +67,6 @@ def test_a_row_has_ranges_and_goals_met(table: Mapping[str, Any]) -> None:
     ]
     groups = [group("runs", "^run"), group("reads", "^read"), group("none", "^x")]
     assert table["grouped"](groups, rows).splitlines()[2:] == [
-        "| runs | b | 0.50 to 1.25 | 0.70 to 1.40 | ≥ 1 | 1 of 2 |",
-        "| reads |  | 3 GB/s |  |  |  |",
+        "| runs | b | 0.50 to 1.25 | 0.70 to 1.40 | 1 of 2 ≥ 1 |",
+        "| reads |  | 3 GB/s |  |  |",
     ]

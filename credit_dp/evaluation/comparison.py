@@ -40,8 +40,9 @@ from credit_dp.evaluation.metric_table import (
     Metric,
     metrics_of_comparison,
 )
-from credit_dp.evaluation.score_folder import figure_data_uri, render_page, table_lead_indices
-from credit_dp.evaluation.score_plots import NUMBER, add_legend, create_panels
+from credit_dp.evaluation.pages import DifferenceTable, difference_table, render_page
+from credit_dp.evaluation.score_folder import figure_data_uri, table_lead_indices
+from credit_dp.evaluation.score_plots import NUMBER, add_legend, create_panels, lead_axis
 from credit_dp.evaluation.scorecard import MODEL, headlines, three_digits
 from credit_dp.plain_text import csv_text
 
@@ -434,6 +435,7 @@ def comparison_page(comparison: Comparison) -> str:
         differences=difference_headings(comparison),
         warnings=comparison.warnings,
         config=comparison.config,
+        cards=difference_tables(comparison),
         scores=[
             ScoreSection(
                 METRICS[score],
@@ -446,6 +448,25 @@ def comparison_page(comparison: Comparison) -> str:
         three_digits=three_digits,
         percent=format_percent,
     )
+
+
+def difference_tables(comparison: Comparison) -> list[DifferenceTable]:
+    """Return the RMSE of each other result relative to that of the first; none without RMSE."""
+    rows = comparison.global_rows("rmse")
+    if not rows:
+        return []
+    hours = sorted({row.key.hours for row in rows})
+    channels = list(dict.fromkeys(row.key.channel for row in rows))
+    values = np.full((len(comparison.names), len(hours), len(channels)), np.nan)
+    for row in rows:
+        values[:, hours.index(row.key.hours), channels.index(row.key.channel)] = row.values
+    first, *others = comparison.names
+    return [
+        difference_table(
+            (name, first), channels, hours, (values[index], values[0]), f"card-{index}"
+        )
+        for index, name in enumerate(others, start=1)
+    ]
 
 
 def format_percent(change: float | None) -> str:
@@ -487,21 +508,20 @@ def curves_image(comparison: Comparison, score: str) -> str:
         by_lead = sorted(
             (row for row in rows if row.key.channel == channel), key=lambda row: row.key.hours
         )
-        days = np.array([row.key.hours for row in by_lead]) / 24
+        leads = lead_axis(axes, [row.key.hours for row in by_lead])
         for n, name in enumerate(comparison.names):
             # Another dash pattern each time the colours are used up.
             dashes = LINE_STYLES[n // len(SERIES) % len(LINE_STYLES)]
             values = [row.values[n] for row in by_lead]
             axes.plot(
-                days, values, f".{dashes}", color=series_colour(n), label=escape_mathtext(name)
+                leads, values, f".{dashes}", color=series_colour(n), label=escape_mathtext(name)
             )
         for source in BASELINES:
             values = [first.scores[row.key].get(source, np.nan) for row in by_lead]
             if np.isfinite(values).any():
-                axes.plot(days, values, label=source, **{**SOURCE_LINES[source], "linewidth": 1.0})
+                axes.plot(leads, values, label=source, **{**SOURCE_LINES[source], "linewidth": 1.0})
         axes.set_title(title_text(channel))
         axes.yaxis.set_major_formatter(NUMBER)
-        axes.set_xlabel("lead time (days)")
         axes.set_ylabel(with_unit(METRICS[score].label, by_lead[0].unit))
     add_legend(figure, axes_of)
     return figure_data_uri(figure, "svg")

@@ -6,7 +6,7 @@ forecasts and scores with the metrics of `metric_table`, `LastLeadAccumulator` c
 error maps of the longest lead time, `example_map` gathers one field to draw.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from typing import final
@@ -46,6 +46,7 @@ from credit_dp.evaluation.metrics import (
 )
 from credit_dp.evaluation.scorecard import HeldOutScores, headline_indices
 
+MAX_CURVE_LEADS = 12  # of the curves of scores by lead time
 PROBED_TIMES = 4  # initial times read before training, including the first and the last
 
 
@@ -74,6 +75,16 @@ class EvaluationDates:
         return times[evenly_spaced_indices(len(times), self.max_times)]
 
 
+def curve_hours(hours: Sequence[int], step_hours: int) -> tuple[int, ...]:
+    """Return lead times for curves: some, and every step to the longest if these are at most 12.
+
+    Otherwise every second step, every third and so on: each lead time costs a reading of the truth.
+    """
+    steps = max(hours) // step_hours
+    spacing = -(-steps // MAX_CURVE_LEADS) * step_hours
+    return tuple(sorted({*hours, *range(spacing, max(hours) + 1, spacing)}))
+
+
 @final
 class HeldOutData:
     """Reads initial states, forcing, truth and climatology of held-out dates, on this rank's rows.
@@ -81,9 +92,11 @@ class HeldOutData:
     Args:
         rows: this rank's band.
         like: gives device and dtype of every tensor returned.
-        dates: initial and lead times; None: those of the final scores.
+        dates: initial and lead times; None: those of the final scores, with the lead times of
+            `curve_hours`.
 
     Attributes:
+        requested_hours: lead times of `trainer.evaluate_hours`, rising.
         hours, lead_steps: lead times, rising, in hours and in steps of `step`.
         area_weights: `(h,)` or `(h, W)`; their mean over the globe is 1.
         points: points that count: those with values, without the rim of a region; None: all.
@@ -106,7 +119,8 @@ class HeldOutData:
         like: Tensor,
         dates: EvaluationDates | None = None,
     ) -> None:
-        hours = tuple(config.trainer.evaluate_hours)
+        requested = tuple(sorted(config.trainer.evaluate_hours))
+        hours = curve_hours(requested, config.data.step_hours)
         dates = dates or EvaluationDates("test", hours, config.trainer.evaluate_stride_hours)
         self.prepared = prepared
         self.rows = rows
@@ -114,6 +128,7 @@ class HeldOutData:
         frames = config.model.frames
         self.initial_times: Times = dates.initial_times(prepared.store, frames)
         self.hours = tuple(sorted(dates.hours))
+        self.requested_hours = requested
         self.lead_steps = tuple(hour // config.data.step_hours for hour in self.hours)
         self.step = np.timedelta64(config.data.step_hours, "h")
         self._frames = frame_offsets(frames, config.data.step_hours)
@@ -439,6 +454,7 @@ def evaluate(
             store.shown_unit(channel.variable) for channel in store.channels.output_channels
         ),
         hours=held_out.hours,
+        shown_hours=held_out.requested_hours,
         scores={name: values.cpu().numpy() for name, values in sums.result(manager).items()},
         samples=held_out.num_samples,
         members=members,

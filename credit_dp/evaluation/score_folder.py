@@ -1,10 +1,9 @@
 """Write a scorecard's folder: CSV, JSON and one self-contained HTML page with its figures.
 
-`scorecard_page` collects what the page shows and fills the template with it; `ScoreFolder` writes
-all files or none. The templates are in `templates/`; `comparison` uses them, too.
+`scorecard_page` collects what the page shows and fills its template; `ScoreFolder` writes all files
+or none.
 """
 
-import base64
 import contextlib
 import errno
 import io
@@ -14,7 +13,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, final
 
-import jinja2
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -23,8 +21,16 @@ from credit_dp.data.sampling import evenly_spaced_indices
 from credit_dp.errors import UserError
 from credit_dp.evaluation.drawing import draw_or_warn
 from credit_dp.evaluation.figure_style import REFERENCE, figure_style, superscript, with_unit
-from credit_dp.evaluation.metric_table import METRICS, SPECTRA_SOURCES, Better, Metric
+from credit_dp.evaluation.metric_table import (
+    BASELINES,
+    FORECAST,
+    METRICS,
+    SPECTRA_SOURCES,
+    Better,
+    Metric,
+)
 from credit_dp.evaluation.metrics import ErrorMap, has_spectra
+from credit_dp.evaluation.pages import DifferenceTable, data_uri, difference_table, render_page
 from credit_dp.evaluation.score_plots import (
     add_legend,
     create_panels,
@@ -129,24 +135,10 @@ def figure_data_uri(figure: Figure, image_format: str) -> str:
     # Without a date the same scores give the same bytes.
     metadata = {"Date": None} if image_format == "svg" else {}
     figure.savefig(buffer, format=image_format, metadata=metadata)
-    kind = "image/svg+xml" if image_format == "svg" else "image/png"
-    return f"data:{kind};base64,{base64.b64encode(buffer.getvalue()).decode()}"
+    return data_uri(buffer.getvalue(), image_format)
 
 
 TABLE_HOURS = (24, 72, 120, 240)  # lead times in tables, if the scorecard has any of them
-TEMPLATES = jinja2.Environment(
-    loader=jinja2.FileSystemLoader(Path(__file__).with_name("templates")),
-    autoescape=True,
-    undefined=jinja2.StrictUndefined,
-    trim_blocks=True,
-    lstrip_blocks=True,
-    keep_trailing_newline=True,
-)
-
-
-def render_page(template: str, **content: object) -> str:
-    """Return a page as HTML text; texts of `content` are escaped."""
-    return TEMPLATES.get_template(template).render(content)
 
 
 def scorecard_page(card: Scorecard) -> str:
@@ -158,6 +150,7 @@ def scorecard_page(card: Scorecard) -> str:
         metadata=page_metadata(card),
         plotted=len(headline_indices(card.channels)),
         count=len(card.channels),
+        cards=difference_tables(card),
         scores=[score_section(card, name) for name in card.scores],
         hours=card.hours[-1],
         spectra=spectra_by_band(card),
@@ -171,6 +164,22 @@ def scorecard_page(card: Scorecard) -> str:
         ranks=draw_or_warn("rank histograms", rank_histogram_image, card) if ensemble else None,
         regions={region: region_tables(card, region) for region in card.regions},
     )
+
+
+def difference_tables(card: Scorecard) -> list[DifferenceTable]:
+    """Return the RMSE relative to that of each baseline."""
+    sources, rmse = METRICS["rmse"].sources, card.scores["rmse"]
+    names = [channel.name for channel in card.channels]
+    return [
+        difference_table(
+            (FORECAST, baseline),
+            names,
+            card.hours,
+            (rmse[sources.index(FORECAST)], rmse[sources.index(baseline)]),
+            f"card-{baseline}",
+        )
+        for baseline in BASELINES
+    ]
 
 
 def table_lead_indices(hours: Sequence[int]) -> list[int]:

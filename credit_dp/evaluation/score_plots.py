@@ -12,7 +12,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
-from matplotlib.ticker import FixedLocator, LogLocator, MaxNLocator, NullLocator
+from matplotlib.ticker import FixedLocator, LogLocator, MaxNLocator, MultipleLocator, NullLocator
 
 from credit_dp.data.grid import FULL_CIRCLE, Grid, degrees_east, turns
 from credit_dp.errors import UserError, counted
@@ -188,9 +188,9 @@ def save_figure(figure: Figure, path: Path) -> None:
 
 PANEL_COLUMNS = 3
 PANEL_INCHES = (3.6, 2.7)  # width, height
-LEGEND_INCHES = 0.4  # of two lines
 LEGEND_LINE_INCHES = 0.17
 LEGEND_COLUMNS = 4
+MAX_LABELS_INSIDE = 4  # of a legend inside a panel
 CHARACTER_INCHES = 0.07  # of a legend
 TITLE_INCHES = 0.3
 COLOUR_PERCENTILE = 99.5  # of the values, the end of the colour bar
@@ -202,18 +202,19 @@ NO_SPECTRUM = "values are missing"
 WAVENUMBER_TICKS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)
 NUMBER = "{x:g}"  # ticks as 2e-05: a common factor above the axis would be on the title
 MAP_CHARACTERS = 80  # of a title that fits above a map
+MAX_LEAD_TICKS = 8
+HOUR_STEPS = (1, 3, 6)  # between ticks
 MAX_AXIS_HOURS = 48  # longer lead times are shown in days
 
 
 def create_panels(
     count: int, title: str = "", labels: Sequence[str] = ()
 ) -> tuple[Figure, list[Axes]]:
-    """Return a figure with room for a legend with `labels` above, and `count` axes."""
+    """Return a figure with `count` axes, and with room above for a legend of many `labels`."""
     columns = min(count, PANEL_COLUMNS)
     rows = -(-count // columns)
     width = PANEL_INCHES[0] * columns
-    lines = -(-len(labels) // legend_columns(labels, width))
-    top = LEGEND_INCHES + LEGEND_LINE_INCHES * max(0, lines - 2) + (TITLE_INCHES if title else 0.0)
+    top = (TITLE_INCHES if title else 0.0) + legend_inches(labels, width)
     height = PANEL_INCHES[1] * rows + top
     figure = Figure(figsize=(width, height))
     # Fixed margins: a layout engine takes longer than drawing the curves.
@@ -233,26 +234,32 @@ def create_panels(
     return figure, panels[:count]
 
 
+def legend_inches(labels: Sequence[str], width: float) -> float:
+    """Return the height of a legend above the panels; 0 if it is inside one."""
+    if len(labels) <= MAX_LABELS_INSIDE:
+        return 0.0
+    return LEGEND_LINE_INCHES * -(-len(labels) // legend_columns(labels, width))
+
+
 def legend_columns(labels: Sequence[str], width: float) -> int:
     """Return how many columns a legend has in a figure of so many inches."""
     longest = max(map(len, labels), default=0)
     return max(1, min(LEGEND_COLUMNS, int(width / (0.5 + CHARACTER_INCHES * longest))))
 
 
-def add_legend(figure: Figure, panels: Sequence[Axes], below: float = 0.0) -> None:
-    """Add a legend of the curves above all panels, `below` inches from the top."""
+def add_legend(figure: Figure, panels: Sequence[Axes]) -> None:
+    """Add a legend of the curves: where the first panel has room, or above all if it is long."""
     # All panels have the same curves, but for those without a spectrum.
     legends = [axes.get_legend_handles_labels() for axes in panels]
-    handles, labels = max(legends, key=lambda legend: len(legend[1]))
+    longest = max(range(len(panels)), key=lambda index: len(legends[index][1]))
+    handles, labels = legends[longest]
     if not labels:
         return
-    figure.legend(
-        handles,
-        labels,
-        loc="upper left",
-        ncols=min(len(labels), legend_columns(labels, figure.get_figwidth())),
-        bbox_to_anchor=(0, 1 - below / figure.get_figheight()),
-    )
+    if len(labels) <= MAX_LABELS_INSIDE:
+        panels[longest].legend(handles, labels, loc="best")
+        return
+    columns = legend_columns(labels, figure.get_figwidth())
+    figure.legend(handles, labels, loc="upper left", ncols=min(len(labels), columns))
 
 
 def draw_scores(
@@ -265,22 +272,30 @@ def draw_scores(
         values: `(leads,)` of each source.
         label: of the vertical axis, with unit.
     """
-    in_days = max(hours) > MAX_AXIS_HOURS
-    leads = np.array(hours) / (24 if in_days else 1)
+    leads = lead_axis(axes, hours)
     for source, scores in values.items():
         axes.plot(
             leads,
             scores,
             label=source,
-            marker="o" if len(leads) < 12 else "",
+            marker="o" if len(leads) < 13 else "",
             **SOURCE_LINES[source],
         )
     axes.set_title(title_text(title))
     axes.set_ylabel(label)
     axes.yaxis.set_major_formatter(NUMBER)
-    axes.set_xlabel(f"lead time ({'days' if in_days else 'hours'})")
-    if len(leads) < 5:
-        axes.set_xticks(leads)
+
+
+def lead_axis(axes: Axes, hours: Sequence[int]) -> np.ndarray:
+    """Label the axis of lead times, and return their places on it: hours, or days if it is long."""
+    if max(hours) > MAX_AXIS_HOURS:
+        axes.set_xlabel("lead time (days)")
+        axes.xaxis.set_major_locator(MaxNLocator(MAX_LEAD_TICKS, integer=True))
+        return np.array(hours) / 24
+    axes.set_xlabel("lead time (hours)")
+    spacing = next(step for step in HOUR_STEPS if max(hours) <= step * MAX_LEAD_TICKS)
+    axes.xaxis.set_major_locator(MultipleLocator(spacing))
+    return np.array(hours)
 
 
 def draw_spectrum(
@@ -418,7 +433,7 @@ def draw_rmse(scores: HeldOutScores, channels: Sequence[int], path: Path) -> Non
         label = with_unit(metric.label, metric.unit(scores.units[c]))
         draw_scores(axes, scores.hours, values, scores.channels[c], label)
         axes.set_ylim(bottom=0)
-    add_legend(figure, panels, below=TITLE_INCHES)
+    add_legend(figure, panels)
     save_figure(figure, path)
 
 
@@ -442,7 +457,7 @@ def draw_spectra(scores: HeldOutScores, last: LastLeadDiagnostics, path: Path) -
         powers = dict(zip(SPECTRA_SOURCES, spectra, strict=True))
         name = f"{scores.channels[c]}, {bands[band]}"
         draw_spectrum(axes, powers, name, scores.units[c], last.wavelength)
-    add_legend(figure, panels, below=TITLE_INCHES)
+    add_legend(figure, panels)
     save_figure(figure, path)
 
 

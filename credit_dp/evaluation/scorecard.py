@@ -97,6 +97,7 @@ class HeldOutScores:
         scores: by name, `(sources, leads, C)` each, sources as in `metric_table.METRICS`.
         samples: number of initial times.
         members: of the model's forecasts.
+        shown_hours: lead times of tables and loggers; empty: all.
     """
 
     channels: tuple[str, ...]
@@ -105,6 +106,12 @@ class HeldOutScores:
     scores: Mapping[str, Array]
     samples: int
     members: int = 1
+    shown_hours: tuple[int, ...] = ()
+
+    @property
+    def shown_leads(self) -> list[int]:
+        """Return the indices of the lead times of tables and loggers."""
+        return [lead for lead, h in enumerate(self.hours) if h in (self.shown_hours or self.hours)]
 
     @property
     def rmse(self) -> Array:
@@ -141,6 +148,7 @@ class HeldOutScores:
         return {
             f"{name}/{self.channels[c]}/{self.hours[lead]}h/{name_in_runs(source)}": value
             for c, lead, name, source, value in iter_scores(self.scores)
+            if lead in self.shown_leads
         }
 
     def to_json(self, step: int) -> str:
@@ -162,7 +170,7 @@ class HeldOutScores:
 
     def tables(self, width: int) -> list[Table]:
         """Return the tables; one that does not fit into `width` characters for each lead time."""
-        leads = range(len(self.hours))
+        leads = self.shown_leads
         tables = []
         for build in [self.table] + ([self.ensemble_table] if self.members > 1 else []):
             whole = build(leads)

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 
 import credit_dp.training.run
 from credit_dp.evaluation import drawing
+from credit_dp.training import live_page
 
 # Drawn where the environment has this variable.
 DRAW_PLOTS = "CREDIT_DP_TESTS_DRAW_PLOTS"
@@ -27,6 +28,7 @@ def _draw_if_wanted(draw: Callable[..., None]) -> Callable[..., None]:
 
 
 credit_dp.training.run._Run.draw = _draw_if_wanted(credit_dp.training.run._Run.draw)
+live_page.PageWriter.draw_map = staticmethod(_draw_if_wanted(live_page.PageWriter.draw_map))
 
 
 def _raise_instead(record: logging.LogRecord) -> bool:

@@ -535,15 +535,26 @@ def example_map(
     Collective over all axes. Global fields are gathered only for drawing, and only of one channel.
     Only rank 0 reads the coasts, because it draws.
     """
+    times = held_out.initial_times[:1]
+    return forecast_map(held_out, manager, times, last_forecast(rollout, held_out, times)[:, 0])
+
+
+def forecast_map(
+    held_out: HeldOutData, manager: DomainParallelManager, times: Times, forecast: Tensor
+) -> FieldMap:
+    """Return one channel of a forecast at the longest lead time, on the globe; collective.
+
+    Args:
+        times: the initial time, `(1,)`.
+        forecast: normalised, `(1, C, h, W)`.
+    """
     store = held_out.prepared.store
     index = map_channel_index(held_out)
     channel = store.channels.output_channels[index]
-    times = held_out.initial_times[:1]
     lead = held_out.lead_steps[-1]
-    last = last_forecast(rollout, held_out, times)[:, 0]
     truth = held_out.fields(times + lead * held_out.step)
     # Denormalise both on the local rows, then gather the one channel that is drawn.
-    local = held_out.denormalise(torch.cat([last, truth]))[:, index]
+    local = held_out.denormalise(torch.cat([forecast, truth]))[:, index]
     coasts = draw_or_warn("coasts", coasts_of, store.source) if manager.rank == 0 else None
     start = store.calendar.text(times[0]).replace("T", " ")
     return FieldMap(

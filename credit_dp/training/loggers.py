@@ -26,6 +26,8 @@ from credit_dp.config import LoggerConfig, by_dotted_key
 from credit_dp.errors import UserError, counted, install_extra
 from credit_dp.training.run_folder import translate_write_errors, write_run_file
 
+Metrics = Mapping[str, float]
+
 
 class Sink(Protocol):
     """A destination of metrics."""
@@ -155,24 +157,25 @@ class BackgroundSink:
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Pass on the metrics of one step."""
         copied = dict(metrics)  # the caller may change its own before the thread reads them
-        self._enqueue(lambda sink: sink.log(step, copied))
+        self.submit(lambda sink: sink.log(step, copied))
 
     def summarise(self, metrics: Mapping[str, float]) -> None:
         """Pass on the final metrics."""
         copied = dict(metrics)
-        self._enqueue(lambda sink: sink.summarise(copied))
+        self.submit(lambda sink: sink.summarise(copied))
 
     def close(self, failed: bool) -> None:
         """Let the tracker finish, and wait for it until the timeout."""
         self._failed = failed
-        self._enqueue(None)  # tells the thread to close the tracker
+        self.submit(None)  # tells the thread to close the tracker
         if self._disabled:
             return
         self.thread.join(self.timeout)
         if self.thread.is_alive():
             self._disable(f"not done after {self.timeout:g} s")
 
-    def _enqueue(self, task: Task | None) -> None:
+    def submit(self, task: Task | None) -> None:
+        """Let the thread do a task; None closes the tracker."""
         if self._disabled:
             return
         try:

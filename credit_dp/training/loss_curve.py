@@ -8,7 +8,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator
 
-from credit_dp.evaluation.figure_style import PALE, SERIES, figure_style
+from credit_dp.evaluation.figure_style import PALE, SERIES, SOURCE_LINES, figure_style
+from credit_dp.evaluation.metric_table import PERSISTENCE
 from credit_dp.evaluation.score_plots import save_figure
 from credit_dp.training.loggers import Row, read_csv_log
 
@@ -25,12 +26,13 @@ DECADE = 10.0
 
 
 @figure_style()
-def draw_loss(log: Path, path: Path) -> None:
+def draw_loss(log: Path, path: Path, persistence: float | None = None) -> None:
     """Draw the curves of a run's log, one panel each; draw nothing if the log has no numbers.
 
     Args:
         log: the CSV file.
         path: of the figure.
+        persistence: the loss of persistence, if it is known.
 
     Raises:
         UserError: the log can't be read, or the figure can't be written.
@@ -43,7 +45,15 @@ def draw_loss(log: Path, path: Path) -> None:
     figure = Figure(figsize=(7.5, 1.2 + 2.4 * len(curves)), layout="constrained")
     panels = figure.subplots(len(curves), 1, sharex=True, squeeze=False)[:, 0]
     for axes, (label, curve) in zip(panels, curves.items(), strict=True):
-        draw_curve(axes, *curve.T)
+        if label == CURVE_LABELS["loss"]:
+            draw_curve(axes, *curve.T)
+            if persistence is not None:
+                axes.set_ymargin(0.1)
+                axes.axhline(persistence, label=PERSISTENCE, **SOURCE_LINES[PERSISTENCE])
+                axes.legend(loc="best")
+        else:
+            axes.plot(*curve.T, "s-", color=SERIES[1])
+            set_log_axis(axes, curve[:, 1])
         axes.set_ylabel(label)
     panels[-1].set_xlabel("step")
     panels[-1].xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -72,6 +82,11 @@ def draw_curve(axes: Axes, steps: np.ndarray, values: np.ndarray) -> None:
         label = f"mean of {width} logged steps"
         axes.plot(steps[first : first + len(means)], means, color=SERIES[0], label=label)
         axes.legend()
+    set_log_axis(axes, values)
+
+
+def set_log_axis(axes: Axes, values: np.ndarray) -> None:
+    """Let the vertical axis be logarithmic, with ticks enough."""
     axes.set_yscale("log")
     if values.max() < DECADE * values.min():
         # The default ticks are powers of ten: within a decade there would be one at most.

@@ -21,9 +21,11 @@ from credit_dp.evaluation.held_out import (
     EvaluationDates,
     HeldOutData,
     HeldOutFields,
+    forecast_map,
     last_forecast,
     rank_batches,
 )
+from credit_dp.evaluation.maps import FieldMap
 from credit_dp.evaluation.metric_table import FORECAST, TRUTH, Extent, ScoreSums, metrics_of_run
 from credit_dp.files import atomic_path
 from credit_dp.training.build_training import Training
@@ -44,6 +46,9 @@ class Validation:
 
     Raises:
         UserError: no forecast fits into the validation dates, or they have gaps.
+
+    Attributes:
+        map: of the last validation, from the first initial time of this rank.
     """
 
     def __init__(
@@ -62,6 +67,7 @@ class Validation:
         hours = (min(config.trainer.evaluate_hours),)
         dates = EvaluationDates("valid", hours, config.data.step_hours, MAX_INITIAL_TIMES)
         self.dates = HeldOutData(config, data, training.rows, training.like, dates)
+        self.map: FieldMap | None = None
 
     def is_due(self, step: int) -> bool:
         """Whether to validate after this step."""
@@ -85,9 +91,12 @@ class Validation:
         extent = Extent(dates.area_weights, dates.points, samples=dates.num_samples)
         sums = ScoreSums(metrics, (1, channels), extent)
         lead = dates.lead_steps[-1]
+        self.map = None
         with preserve_rng_state(dates.area_weights.device), self.state.eval_mode():
             for member, times, counts in rank_batches(dates, self.manager, self.batch_size):
                 forecast = last_forecast(self.rollout, member, times)
+                if self.map is None:  # of the first batch, which all ranks have
+                    self.map = forecast_map(member, self.manager, times[:1], forecast[:1, 0])
                 if counts:
                     truth = {TRUTH: member.fields(times + lead * dates.step)}
                     sums.add(
@@ -180,6 +189,7 @@ class TrainingMonitor:
     Attributes:
         validation_error: of the validation after the last step, or None: the RMSE, of ensembles
             the CRPS.
+        map: of the validation after the last step, or None.
         note: text for the progress bar.
         work: see `Screen.bar`.
     """
@@ -198,6 +208,7 @@ class TrainingMonitor:
         self.validation = validation
         self.profiler = None if trace is None else StepProfiler(trace)
         self.validation_error: float | None = None
+        self.map: FieldMap | None = None
         self.note = ""
         self._loss = self._validated = ""
         step, total = training.trainer.state.step, config.trainer.steps
@@ -223,6 +234,7 @@ class TrainingMonitor:
         line = self._eta(record.step)
         if line is not None:
             self.screen.show(line)
+        self.map = None
         if record.loss is None:
             self.validation_error = None
             return {}
@@ -247,5 +259,8 @@ class TrainingMonitor:
             self.screen.show("no trace: trainer.profile needs at least 3 steps to record one")
 
     def _validate(self, step: int) -> Mapping[str, float]:
-        due = self.validation is not None and self.validation.is_due(step)
-        return self.validation() if due and self.validation is not None else {}
+        if self.validation is None or not self.validation.is_due(step):
+            return {}
+        scores = self.validation()
+        self.map = self.validation.map
+        return scores

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 import torch
 from omegaconf import OmegaConf
@@ -58,6 +58,9 @@ from credit_dp.training.run_folder import (
 from credit_dp.training.start_checks import check_start, check_without_data
 from credit_dp.training.summary import summary_lines
 from credit_dp.training.transfer import load_initial_weights
+
+if TYPE_CHECKING:
+    from credit_dp.training.live_page import LivePage
 
 logger = logging.getLogger(f"{__name__}.dates")  # shown with the notes on data
 
@@ -108,15 +111,18 @@ def run(config: Config, ranks: RankInfo) -> int:
         session.show_summary(notes_of(early_records))
         step = training.trainer.state.step
         with open_tracker(config.logger, folder.log, step, as_dict(config), ranks.rank) as tracker:
+            page = session.open_page(tracker)
             # 4. Train to the last step, or until a signal asks to stop.
             with explain_out_of_memory(config, ranks), Preemption(manager) as preemption:
-                finished = session.train(tracker, monitor, preemption)
+                finished = session.train(tracker, monitor, preemption, page)
             if not finished:
                 return EXIT_PREEMPTED
+            if page is not None:
+                page.show_scoring()
             # 5. Score forecasts of held-out dates, draw, and say where everything is.
             scores, last_lead = session.score(held_out)
             tracker.summarise(scores.scalars())
-        session.report_results(scores, last_lead, held_out)
+        session.report_results(scores, last_lead, held_out, page)
     return 0
 
 
@@ -284,13 +290,31 @@ class _Run:
             text = f"# {self.folder.rerun_command}\n{resolved_yaml(self.config)}"
             write_run_file(self.folder.config, text)
             write_run_file(self.folder.code, provenance_text())
+        if self._is_rank_0:
+            self.screen.show(f"{'page':<11}{self.folder.page}")
         if not self._finished:
             for line in summary_lines(self.config, self.data, self.training, self.manager):
                 self.screen.show(line)
             for note in notes:
                 self.screen.show(f"{'note':<11}{note}")
 
-    def train(self, tracker: Tracker, monitor: TrainingMonitor, preemption: Preemption) -> bool:
+    def open_page(self, tracker: Tracker) -> "LivePage | None":
+        """Open the page of the run, and let it show what is logged; on rank 0 alone."""
+        if not self._is_rank_0:
+            return None
+        from credit_dp.training.live_page import LivePage
+
+        page = LivePage(self.folder, self.config, self.training.trainer.state.step)
+        tracker.sinks.append(page)
+        return page
+
+    def train(
+        self,
+        tracker: Tracker,
+        monitor: TrainingMonitor,
+        preemption: Preemption,
+        page: "LivePage | None",
+    ) -> bool:
         """Train to the last step; False if a signal stopped the run before.
 
         All ranks go through this loop together: a batch, a step (`Trainer.train_step`), which also
@@ -322,6 +346,8 @@ class _Run:
                 metrics = monitor.on_step_end(record, validate=not stop)
                 if metrics:
                     tracker.log(record.step, metrics)
+                if page is not None and monitor.map is not None:
+                    page.show_map(record.step, monitor.map)
                 bar(record.step, monitor.note)
                 if stop or trainer.should_save(record.step):
                     checkpoints.save(state, yaml, monitor.validation_error)
@@ -357,7 +383,11 @@ class _Run:
             return scores, last_lead.result()
 
     def report_results(
-        self, scores: HeldOutScores, last: LastLeadDiagnostics, dates: HeldOutData
+        self,
+        scores: HeldOutScores,
+        last: LastLeadDiagnostics,
+        dates: HeldOutData,
+        page: "LivePage | None",
     ) -> None:
         """Write and show the scores, draw the plots, and show where everything is; collective."""
         # Before the plots: the scores stay if a plot fails.
@@ -371,6 +401,8 @@ class _Run:
             field = example_map(self.training.ensemble.rollout, dates, self.manager)
         if self._is_rank_0:
             draw_or_warn("plots", self.draw, scores, last, field)
+        if page is not None:
+            page.report(scores)
         for line in self.folder.last_lines():
             self.screen.show(line)
 
@@ -383,11 +415,14 @@ class _Run:
             draw_rmse,
             draw_spectra,
         )
+        from credit_dp.training.live_page import persistence_loss
         from credit_dp.training.loss_curve import draw_loss
 
         plots: dict[Path, Callable[[Path], None]] = {
             self.folder.map_plot: partial(draw_map, field),
-            self.folder.loss_plot: partial(draw_loss, self.folder.log),
+            self.folder.loss_plot: partial(
+                draw_loss, self.folder.log, persistence=persistence_loss(self.config)
+            ),
             self.folder.rmse_plot: partial(draw_rmse, scores, last.spectra_channels),
             self.folder.errors_plot: partial(draw_last_lead_errors, scores, last, field.grid),
         }

@@ -92,6 +92,16 @@ class RunFolder:
         return self.path / "errors.png"
 
     @property
+    def page(self) -> Path:
+        """The page of the run: live while it trains, its report at the end."""
+        return self.path / "run.html"
+
+    @property
+    def maps(self) -> Path:
+        """The folder of maps of validations."""
+        return self.path / "maps"
+
+    @property
     def rerun_command(self) -> str:
         """The command that repeats the run in another folder."""
         return f"credit-dp train --again {shlex.quote(str(self.path.absolute()))}"
@@ -103,7 +113,7 @@ class RunFolder:
         return " ".join([*folder, "resume=auto"])
 
     def last_lines(self) -> list[str]:
-        """Return the lines at the end of a run, which name its files; scores and plots are last.
+        """Return the lines at the end of a run, which name its files; what to look at is last.
 
         Files that do not exist are left out: a run that only evaluates has no checkpoints.
         """
@@ -115,7 +125,7 @@ class RunFolder:
             "trace": [self.trace],
         }
         plots = [self.map_plot, self.loss_plot, self.rmse_plot, self.spectra_plot, self.errors_plot]
-        results = {"scores": [self.scores], "plots": plots}
+        results = {"scores": [self.scores], "plots": plots, "page": [self.page]}
         return [
             *self._lines(files),
             f"{'once more':<13}{self.rerun_command}",

@@ -167,7 +167,9 @@ def scorecard_page(card: Scorecard) -> str:
 
 
 def difference_tables(card: Scorecard) -> list[DifferenceTable]:
-    """Return the RMSE relative to that of each baseline."""
+    """Return the RMSE relative to that of each baseline; none without RMSE."""
+    if "rmse" not in card.scores:
+        return []
     sources, rmse = METRICS["rmse"].sources, card.scores["rmse"]
     names = [channel.name for channel in card.channels]
     return [

@@ -8,7 +8,7 @@ from typing import Literal
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import LogLocator, NullFormatter
+from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, NullLocator
 
 from credit_dp.evaluation.figure_style import PALE, REFERENCE, SERIES, figure_style, series_colour
 from credit_dp.evaluation.score_plots import legend_columns
@@ -16,7 +16,8 @@ from credit_dp.sweeps.read import parse_number
 from credit_dp.sweeps.tables import Row, SweepTable, value_order
 
 METRIC_INCHES = 7.5  # width of the figure of a metric
-LOG_RATIO = 12  # of the largest to the smallest value, from which an axis is logarithmic
+LOG_RATIO = 9.99  # of the largest to the smallest value, from which an axis is logarithmic
+MAX_TICKS = 8  # of the swept values
 LINE_STYLES: Mapping[str, Literal["-", "--"]] = {"strong": "-", "weak": "--"}
 
 
@@ -26,7 +27,7 @@ def draw_metric(table: SweepTable) -> Figure | None:
 
     The horizontal axis is the numeric key with the most values, with a line for each combination
     of the other keys. Without a numeric key, runs are bars. Runs that differ only in the seed are
-    dots around the line, which is their mean.
+    dots around the line, which is their mean; in a sweep of nothing but seeds there is no line.
     """
     rows = [row for row in table.rows if row[table.metric] is not None]
     if not rows:
@@ -68,18 +69,32 @@ def draw_lines(
         colour = series_colour(index)
         name = ", ".join(f"{key}={value}" for key, value in zip(others, values, strict=True))
         means = {x: mean(repeats) for x, repeats in sorted(points.items())}
-        axes.plot(list(means), list(means.values()), "o-", label=name, color=colour)
+        line = "o" if along == "seed" else "o-"  # nothing lies between two seeds
+        axes.plot(list(means), list(means.values()), line, label=name, color=colour)
         for x, repeats in points.items():
             if len(repeats) > 1:
                 axes.scatter([x] * len(repeats), repeats, s=14, alpha=0.5, color=colour)
-    ticks = sorted({float(row[along]) for row in rows})
-    if ticks[0] > 0 and ticks[-1] / ticks[0] >= LOG_RATIO:
+    texts = {float(row[along]): row[along] for row in rows}
+    places = sorted(texts)
+    if spans_decades(places):
         axes.set_xscale("log")
+    if len(places) <= MAX_TICKS:
+        axes.set_xticks(places, [texts[place] for place in places])
+        axes.xaxis.set_minor_locator(NullLocator())
+    elif all(place.is_integer() for place in places) and not spans_decades(places):
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    if spans_decades([row[metric] for row in rows]):
+        axes.set_yscale("log")
     axes.set_xlabel(along)
     axes.set_ylabel(metric)
     if others:  # below the axes: inside them it would cover lines
         columns = legend_columns(axes.get_legend_handles_labels()[1], METRIC_INCHES)
         axes.figure.legend(loc="outside lower center", ncols=columns)
+
+
+def spans_decades(values: Sequence[float]) -> bool:
+    """Whether values are above 0, and the largest at least ten times the smallest."""
+    return min(values) > 0 and max(values) >= LOG_RATIO * min(values)
 
 
 def draw_bars(axes: Axes, rows: Sequence[Row], keys: Sequence[str], metric: str) -> None:

@@ -116,9 +116,11 @@ def persistence_loss(config: Config) -> float | None:
     divide it by its standard deviation: the mean square over area is 1 in each channel.
     """
     loss, data, trainer = config.loss, config.data, config.trainer
-    squares = isinstance(loss, StandardLossConfig) and loss.name == "mse"
-    only_squares = squares and not (
-        loss.variable_error or loss.spectrum or loss.sphere_spectrum or loss.gradient
+    others = loss.spectrum or loss.sphere_spectrum or loss.gradient
+    only_squares = (
+        isinstance(loss, StandardLossConfig)
+        and loss.name == "mse"
+        and not (loss.variable_error or others)
     )
     of_changes = loss.tendency and loss.latitude_weight and not data.diagnostic
     own_statistics = data.statistics is None and not data.boundary
@@ -190,14 +192,16 @@ class PageWriter:
 
     def start(self) -> None:
         """Show what a run that is resumed has done, up to its checkpoint."""
-        if self.step:
-            for row in read_csv_log(self.folder.log)[1]:
-                if int(row["step"]) <= self.step:
-                    numbers = {name: float(row[name]) for name in CURVES if row.get(name)}
-                    self._add(int(row["step"]), numbers)
-            for path in sorted(self.folder.maps.glob("step-*.png")):
-                if int(path.stem.removeprefix("step-")) <= self.step:
-                    self._add_map(int(path.stem.removeprefix("step-")), path)
+        last = self.step
+        for row in read_csv_log(self.folder.log)[1] if last else []:
+            if int(row["step"]) <= last:
+                numbers = {name: float(row[name]) for name in CURVES if row.get(name)}
+                self._add(int(row["step"]), numbers)
+        for path in sorted(self.folder.maps.glob("step-*.png")):
+            step = int(path.stem.removeprefix("step-"))
+            if step <= last:
+                self._add_map(step, path)
+        self.step = last
         self.write()
 
     def log(self, step: int, metrics: Metrics) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.invocation import answer, assert_refused
+from tests.evaluation.links import assert_whole
 from tests.plots import failing_plots
 
 CONFIG = (
@@ -85,6 +86,9 @@ def test_runs_beside_each_other(tmp_path, monkeypatch):
     page = (tmp_path / "both/comparison.html").read_text()
     assert '<td class="best">90</td>' in page
     assert page.count('src="data:image/svg') == 1
+    assert_whole(page)
+    (difference,) = re.findall(r"<caption>(.*)</caption>", page)
+    assert difference == "b against a"
 
 
 def test_which_is_better(tmp_path, monkeypatch):

@@ -16,6 +16,7 @@ from credit_dp.evaluation.maps import NO_LINES, MapGrid
 from credit_dp.evaluation.metric_table import METRICS
 from credit_dp.evaluation.score_folder import ScoreFolder, score_image, scorecard_page
 from credit_dp.evaluation.scorecard import MAX_HEADLINES, Scorecard
+from tests.evaluation.links import assert_whole
 
 
 def card(scores: dict[str, list[float]], channels: int = 1) -> Scorecard:
@@ -75,6 +76,18 @@ def test_the_best_is_bold_where_better_has_a_meaning() -> None:
         assert re.findall(r'<td class="(\w+) best">', text) == best, (name, values)
         cells = re.findall(r"<td class=\"(?:\w+)(?: best)?\">", text)
         assert len(cells) == len(METRICS[name].sources) + 1
+
+
+def test_the_page_begins_with_contents_and_differences_from_both_baselines() -> None:
+    page = scorecard_page(card({"rmse": [2.0, 4.0, 1.0], "acc": [0.5, 0.5]}))
+    assert_whole(page)
+    assert re.findall(r"<caption>(.*)</caption>", page) == [
+        "forecast against persistence",
+        "forecast against climatology",
+    ]
+    assert re.findall(r"<td style=.*>(.*)</td>", page) == ["\N{MINUS SIGN}50", "+100"]
+    assert 'href="#section-acc"' in page
+    assert "At a glance" not in scorecard_page(card({"acc": [0.5, 0.5]}))
 
 
 def test_the_page_says_that_not_all_variables_are_plotted() -> None:

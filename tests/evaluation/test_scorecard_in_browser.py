@@ -165,7 +165,13 @@ def test_images_are_loaded_and_large_enough_to_read(opened: webdriver.Chrome) ->
 
 def test_tables_are_whole_and_their_numbers_readable(opened: webdriver.Chrome) -> None:
     tables = opened.execute_script(TABLES)
+    cards, tables = tables[:2], tables[2:]
     assert len(tables) >= 4
+    for heading, *rows in cards:
+        assert [kind for kind, _, _ in heading] == ["TH"] * len(heading)
+        cells = [text for row in rows for kind, _, text in row if kind == "TD"]
+        assert cells
+        assert all(re.fullmatch(r"0|[+\N{MINUS SIGN}]\d+", text) for text in cells), cells
     for rows in tables:
         assert len({sum(span for _, span, _ in row) for row in rows}) == 1
         head, body = rows[1], rows[2:]
@@ -193,14 +199,15 @@ def test_text_stands_out_and_headings_are_in_order(opened: webdriver.Chrome) -> 
     assert all(after <= before + 1 for before, after in pairwise(levels))
 
 
-def test_the_page_is_light_in_a_browser_that_prefers_dark(
+def test_the_page_is_dark_and_readable_in_a_browser_that_prefers_it(
     browser: webdriver.Chrome, scorecard: Path
 ) -> None:
-    """The plots are made for a white page."""
     dark = {"features": [{"name": "prefers-color-scheme", "value": "dark"}]}
     browser.execute_cdp_cmd("Emulation.setEmulatedMedia", dark)
     show(browser, scorecard, WIDTHS[0])
-    style = "return getComputedStyle(document.documentElement).{}"
-    assert browser.execute_script(style.format("backgroundColor")) == "rgb(255, 255, 255)"
-    assert browser.execute_script(style.format("colorScheme")) == "light"
+    style = "return getComputedStyle(document.documentElement).backgroundColor"
+    red, green, blue = map(int, re.findall(r"\d+", browser.execute_script(style)))
+    assert max(red, green, blue) < 50
+    contrasts = browser.execute_script(CONTRASTS)
+    assert [(text, ratio) for text, ratio in contrasts if ratio < CONTRAST] == []
     browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})

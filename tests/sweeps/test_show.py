@@ -126,6 +126,35 @@ def test_repeats_are_dots_about_their_mean(sweep: Path) -> None:
     assert axes.get_xlabel() == "optimizer.lr"
 
 
+def test_a_sweep_of_seeds_is_dots_at_whole_numbers(tmp_path: Path) -> None:
+    folder = write_sweep(tmp_path / "seeds", ["seed=0,1,2,3"])
+    for seed in range(4):
+        write_done(folder / str(seed), f"seed={seed}", model=4.0 + seed % 2)
+    figure = drawn(folder)
+    (axes,) = figure.axes
+    (dots,) = axes.lines
+    assert (dots.get_linestyle(), dots.get_marker()) == ("None", "o")
+    assert list(dots.get_ydata()) == pytest.approx([0.4, 0.5, 0.4, 0.5])
+    figure.draw_without_rendering()
+    shown = [label.get_text() for label in axes.get_xticklabels(which="both")]
+    assert shown == ["0", "1", "2", "3"]
+
+
+def test_axes_are_logarithmic_where_values_span_decades(tmp_path: Path) -> None:
+    for name, key, scales in (
+        ("rates", "optimizer.lr=1e-4,1e-3", ("log", "log")),
+        ("steps", "trainer.steps=10,20", ("linear", "log")),
+    ):
+        folder = write_sweep(tmp_path / name, [key])
+        values = key.partition("=")[2].split(",")
+        for number, value in enumerate(values):
+            given = f"{key.partition('=')[0]}={value}"
+            write_done(folder / str(number), given, model=10.0 ** (2 * number))
+        (axes,) = drawn(folder).axes
+        assert (axes.get_xscale(), axes.get_yscale()) == scales, name
+        assert [label.get_text() for label in axes.get_xticklabels()] == values
+
+
 def test_a_second_key_makes_lines_and_names_make_bars(tmp_path: Path) -> None:
     lines = write_sweep(tmp_path / "lines", ["model=unet,pangu", "trainer.steps=10,20,40"])
     bars = write_sweep(tmp_path / "bars", ["model=unet,pangu"])

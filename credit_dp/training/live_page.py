@@ -219,16 +219,18 @@ class PageWriter:
         draw_or_warn(path.name, self.draw_map, field, path)
         seconds = time.monotonic() - start
         self._next_map = time.monotonic() + seconds / DRAWING_SHARE
-        if path.exists():
-            self._add_map(step, path)
-            self.write()
+        if not path.exists():
+            self._next_map = math.inf  # one that can't be drawn costs one warning
+            return
+        self._add_map(step, path)
+        self.write()
 
     @staticmethod
     def draw_map(field: FieldMap, path: Path) -> None:
         """Draw a map; matplotlib is imported here, so at the first validation."""
         from credit_dp.evaluation.score_plots import draw_map
 
-        path.parent.mkdir(exist_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
         draw_map(field, path)
 
     def show_scoring(self) -> None:

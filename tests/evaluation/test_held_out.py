@@ -16,7 +16,7 @@ from credit_dp.data.grid import row_weights
 from credit_dp.data.setup import prepare_training_data
 from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.errors import UserError
-from credit_dp.evaluation.held_out import HeldOutData, evaluate, example_map
+from credit_dp.evaluation.held_out import HeldOutData, curve_hours, evaluate, example_map
 from credit_dp.evaluation.maps import FieldMap
 from credit_dp.evaluation.scorecard import HeldOutScores, three_digits
 from credit_dp.training.forecast_step import EnsembleForecast, ForecastStep
@@ -132,6 +132,31 @@ def test_any_mesh_scores_the_same(config, ranks, domain):
     _, found = ranks_found[0]
     assert found.forecast == pytest.approx(field.forecast, rel=1e-12)
     assert found.truth == pytest.approx(field.truth, rel=1e-12)
+
+
+def test_curves_have_a_point_at_each_step_or_at_most_twelve_between_those_requested() -> None:
+    for hours, step, expected in (
+        ((6, 24), 6, (6, 12, 18, 24)),
+        ((6,), 6, (6,)),
+        ((72,), 6, tuple(range(6, 73, 6))),
+        ((6, 78), 6, (6, 12, 24, 36, 48, 60, 72, 78)),
+        ((24, 72, 120, 240), 6, tuple(range(24, 241, 24))),
+        ((1, 2), 1, (1, 2)),
+    ):
+        assert curve_hours(hours, step) == expected
+
+
+def test_tables_and_loggers_have_the_lead_times_that_were_requested() -> None:
+    rmse = np.arange(12.0).reshape(3, 4, 1) + 1
+    scores = HeldOutScores(("x",), ("K",), (6, 12, 18, 24), {"rmse": rmse}, 2, shown_hours=(6, 24))
+    assert set(scores.scalars()) == {
+        f"rmse/x/{hours}h/{source}"
+        for hours in (6, 24)
+        for source in ("model", "persistence", "climatology")
+    }
+    (table,) = scores.tables(80)
+    assert [str(column.header).split()[0] for column in table.columns[2:]] == ["6"] * 3 + ["24"] * 3
+    assert list(json.loads(scores.to_json(1))["rmse"]["x"]) == ["6h", "12h", "18h", "24h"]
 
 
 def test_numbers_stay_short_and_none_is_cut_off_where_many_lead_times_do_not_fit():

@@ -34,12 +34,14 @@ from credit_dp.evaluation.maps import NO_LINES, FieldMap, MapGrid
 from credit_dp.evaluation.metrics import EARTH_RADIUS, latitude_band_weights, region_wavelength
 from credit_dp.evaluation.score_plots import (
     NO_SPECTRUM,
+    add_legend,
     channels_to_draw,
     column_edges,
     create_panels,
     draw_error_maps,
     draw_map,
     draw_panel,
+    draw_scores,
     draw_spectra,
     draw_spectrum,
     legend_columns,
@@ -234,6 +236,25 @@ def test_a_loss_curve_is_drawn_of_the_logged_steps(tmp_path: Path) -> None:
     assert not (tmp_path / "none.png").exists()  # without numbers
 
 
+def test_the_loss_is_beside_that_of_persistence_and_the_validation_has_its_own_marks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept: list[Figure] = []
+    monkeypatch.setattr(
+        "credit_dp.training.loss_curve.save_figure", lambda figure, _: kept.append(figure)
+    )
+    rows = ["1,0.9,1e-3,1.0,0.1,", "2,0.5,1e-3,1.0,0.1,0.2", "3,0.4,1e-3,1.0,0.1,0.1"]
+    for persistence in (1.0, None):
+        draw_loss(log(tmp_path / "log.csv", rows), tmp_path / "loss.png", persistence)
+        loss, validation = kept.pop().axes
+        assert [line.get_label() for line in loss.lines][1:] == ["persistence"] * bool(persistence)
+        assert all(set(line.get_ydata()) == {1.0} for line in loss.lines[1:])
+        assert loss.get_ylim()[1] >= (persistence or 0.9)
+        (line,) = validation.lines
+        assert line.get_xydata().tolist() == [[2, 0.2], [3, 0.1]]
+        assert line.get_marker() != loss.lines[0].get_marker()
+
+
 def test_only_numbers_above_zero_are_on_a_log_scale() -> None:
     rows = [{"step": str(k), "loss": text} for k, text in enumerate(["1.5", "", "inf", "0", "2"])]
     assert curve_points(rows, "loss").tolist() == [[0, 1.5], [4, 2.0]]
@@ -339,6 +360,43 @@ def test_legends_of_long_names_have_few_columns() -> None:
     assert legend_columns(["forecast", "truth"], 10.8) == 4
     assert legend_columns(["x" * 60] * 9, 10.8) == 2
     assert legend_columns(["x" * 300], 10.8) == 1
-    # Nine lines of a legend are 1.2 inches higher than two.
+    # Nine lines of a legend are above the panels, two are inside one.
     few, many = (create_panels(3, labels=["x" * 90] * count)[0] for count in (2, 9))
-    assert many.get_figheight() - few.get_figheight() == pytest.approx(7 * 0.17)
+    assert many.get_figheight() - few.get_figheight() == pytest.approx(9 * 0.17)
+
+
+def test_short_legends_are_inside_a_panel_and_long_ones_above_all() -> None:
+    for count, inside in ((3, True), (9, False)):
+        labels = [f"model {number}" for number in range(count)]
+        figure, panels = create_panels(2, labels=labels)
+        for axes in panels:
+            for label in labels:
+                axes.plot([1, 2], [1, 2], label=label)
+        add_legend(figure, panels)
+        (legend,) = [panels[0].get_legend()] if inside else figure.legends
+        assert [text.get_text() for text in legend.get_texts()] == labels
+        assert bool(figure.legends) != inside
+        figure.draw_without_rendering()
+        box, panel = legend.get_window_extent(), panels[0].get_window_extent()
+        assert (panel.y0 < box.y0 and box.y1 < panel.y1) if inside else box.y0 > panel.y1
+
+
+def test_lead_times_are_in_days_beyond_two_and_hours_below() -> None:
+    for hours, places, label, ticks in (
+        ((6, 12, 18, 24), [6, 12, 18, 24], "lead time (hours)", {6, 12, 18, 24}),
+        ((12, 120, 240), [0.5, 5, 10], "lead time (days)", {2, 4, 6, 8, 10}),
+    ):
+        axes = Figure().subplots()
+        values = {
+            source: np.arange(1.0, 1 + len(hours)) * scale
+            for source, scale in (("forecast", 1), ("persistence", 2), ("climatology", 3))
+        }
+        draw_scores(axes, hours, values, "x", "RMSE (K)")
+        assert [line.get_label() for line in axes.lines] == list(values)
+        for line, scores in zip(axes.lines, values.values(), strict=True):
+            assert list(line.get_xdata()) == places
+            assert list(line.get_ydata()) == list(scores)
+        assert axes.get_xlabel() == label
+        shown = set(axes.get_xticks())
+        assert ticks <= shown
+        assert all(float(tick).is_integer() for tick in shown)

@@ -37,7 +37,7 @@ from tests.training.runs import alone, built, make_config, make_store
 
 FILES = {"checkpoint", "config.yaml", "metrics.csv", "metrics.json"}
 PLOTS = {"errors.png", "forecast.png", "loss.png", "rmse.png", "spectra.png"}
-ASIDE = {"code.diff", "logs", *PLOTS}
+ASIDE = {"code.diff", "logs", "run.html", *PLOTS}
 
 
 @pytest.fixture
@@ -79,7 +79,7 @@ def test_a_run_leaves_all_its_files_and_says_where(finished):
     names = re.findall(r"^(?:plots)? +\S*/(\w+\.png)$", said, re.MULTILINE)
     assert set(names) == PLOTS
     assert len(names) == len(PLOTS)
-    assert said.endswith(f"{folder}/errors.png\n")
+    assert said.endswith(f"{folder}/run.html\n")
     assert "geopotential_500" in said
     assert "persis-" in said
 
@@ -187,8 +187,8 @@ def test_ranks_have_the_dates_of_rank_0_while_the_store_grows(config, tmp_path):
 
 
 def contents(folder: Path) -> dict[Path, bytes]:
-    """Return all files but the logs, which grow."""
-    files = (path for path in folder.rglob("*.*") if path.is_file())
+    """Return all files but the logs, which grow, and the page, which says when it was written."""
+    files = (path for path in folder.rglob("*.*") if path.is_file() and path.name != "run.html")
     return {path: path.read_bytes() for path in files if path.parent.name != "logs"}
 
 

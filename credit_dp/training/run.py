@@ -290,11 +290,10 @@ class _Run:
             text = f"# {self.folder.rerun_command}\n{resolved_yaml(self.config)}"
             write_run_file(self.folder.config, text)
             write_run_file(self.folder.code, provenance_text())
-        if self._is_rank_0:
-            self.screen.show(f"{'page':<11}{self.folder.page}")
         if not self._finished:
             for line in summary_lines(self.config, self.data, self.training, self.manager):
                 self.screen.show(line)
+            self.screen.show(f"{'page':<11}{self.folder.page}")
             for note in notes:
                 self.screen.show(f"{'note':<11}{note}")
 

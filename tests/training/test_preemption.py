@@ -102,6 +102,7 @@ def test_the_same_run_folder_resumes(config, capfd, ranks, sent):
     saved = [path.name for path in (folder / "checkpoint").iterdir() if path.is_dir()]
     assert saved == [f"step-{ASKED:08}"]
     assert not (folder / "metrics.json").exists()
+    assert 'class="state">stopped<' in (folder / "run.html").read_text()
     assert on_ranks(ranks, train_run, replace(config, resume="auto")) == [0] * ranks
     assert leaves(config) == leaves(undisturbed)
 

@@ -58,7 +58,7 @@ def ask(monkeypatch: pytest.MonkeyPatch, stores: Path, *keys: str) -> tuple[int,
 
 
 class Page(HTMLParser):
-    """Parses a page: rows of cells by table, the pictures, and every address."""
+    """Parses a page: rows of cells by table, and every address outside of it."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -69,7 +69,8 @@ class Page(HTMLParser):
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         given = dict(attrs)
-        self.addresses += [given[key] or "" for key in ("src", "href") if key in given]
+        found = [given[key] or "" for key in ("src", "href") if key in given]
+        self.addresses += [address for address in found if not address.startswith("#")]
         if tag == "table":
             self.tables[given["id"] or ""] = []
         if tag == "tr":
@@ -118,6 +119,7 @@ def check_page(text: str, results: dict[str, object]) -> None:
     page = Page(text)
     assert page.open == []
     assert list(page.tables) == [
+        *("card-persistence", "card-climatology"),
         *("rmse", "acc", "bias", "activity", "crps", "energy_score", "spread"),
         *("rmse-tropics", "acc-tropics"),
     ]
@@ -139,6 +141,14 @@ def check_page(text: str, results: dict[str, object]) -> None:
     for line in lines:
         wanted = scores[line[0]]["rmse"]["24h"].values()
         assert [float(cell) for cell in line[2:]] == pytest.approx(list(wanted), rel=6e-3)
+    for baseline in ("persistence", "climatology"):
+        head, *lines = page.tables[f"card-{baseline}"]
+        assert head[2:] == ["6 h", "24 h"]
+        for (*_, early, late), errors in zip(lines, scores.values(), strict=True):
+            for cell, lead in ((early, "6h"), (late, "24h")):
+                forecast, other = (errors["rmse"][lead][of] for of in ("forecast", baseline))
+                percent = float(cell.replace("\N{MINUS SIGN}", "-"))
+                assert percent == pytest.approx(100 * (forecast / other - 1), abs=0.51)
 
 
 SEA = "sea_surface_temperature"

@@ -6,9 +6,11 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Literal
 
 import matplotlib
 import numpy as np
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
@@ -39,6 +41,7 @@ from credit_dp.evaluation.scorecard import HeldOutScores
 from credit_dp.files import atomic_path
 
 ColourScale = tuple[str, Normalize]
+Corner = Literal["upper left", "upper right", "lower left", "lower right"]
 
 
 @figure_style()
@@ -191,6 +194,7 @@ PANEL_INCHES = (3.6, 2.7)  # width, height
 LEGEND_LINE_INCHES = 0.17
 LEGEND_COLUMNS = 4
 MAX_LABELS_INSIDE = 4  # of a legend inside a panel
+POINTS_BETWEEN = 20  # two points of a curve, where a legend must not be
 CHARACTER_INCHES = 0.07  # of a legend
 TITLE_INCHES = 0.3
 COLOUR_PERCENTILE = 99.5  # of the values, the end of the colour bar
@@ -248,7 +252,7 @@ def legend_columns(labels: Sequence[str], width: float) -> int:
 
 
 def add_legend(figure: Figure, panels: Sequence[Axes]) -> None:
-    """Add a legend of the curves: where the first panel has room, or above all if it is long."""
+    """Add a legend of the curves: in a panel that has room, or above all if it is long."""
     # All panels have the same curves, but for those without a spectrum.
     legends = [axes.get_legend_handles_labels() for axes in panels]
     longest = max(range(len(panels)), key=lambda index: len(legends[index][1]))
@@ -256,10 +260,58 @@ def add_legend(figure: Figure, panels: Sequence[Axes]) -> None:
     if not labels:
         return
     if len(labels) <= MAX_LABELS_INSIDE:
-        panels[longest].legend(handles, labels, loc="best")
+        place_legend(panels, longest, handles, labels)
         return
     columns = legend_columns(labels, figure.get_figwidth())
     figure.legend(handles, labels, loc="upper left", ncols=min(len(labels), columns))
+
+
+def place_legend(
+    panels: Sequence[Axes], first: int, handles: Sequence[Artist], labels: Sequence[str]
+) -> None:
+    """Add a legend in a corner without curves; without any, the first panel gets room for it."""
+    corners = [(axes, corner) for axes in panels for corner in free_corners(axes, labels)]
+    if corners:
+        axes, corner = corners[0]
+        axes.legend(handles, labels, loc=corner)
+        return
+    axes = panels[first]
+    if axes.lines and axes.get_yscale() == "linear":
+        low, high = axes.get_ylim()
+        axes.set_ylim(top=low + (high - low) / (1 - legend_share(axes, labels)[1]))
+        axes.legend(handles, labels, loc="upper left")
+    else:
+        axes.legend(handles, labels, loc="best")
+
+
+def legend_share(axes: Axes, labels: Sequence[str]) -> tuple[float, float]:
+    """Return the width and the height of a legend in parts of a panel's."""
+    width, height = axes.bbox.width / axes.figure.dpi, axes.bbox.height / axes.figure.dpi
+    wide = 0.6 + CHARACTER_INCHES * max(map(len, labels))
+    return wide / width, (0.15 + LEGEND_LINE_INCHES * len(labels)) / height
+
+
+def free_corners(axes: Axes, labels: Sequence[str]) -> list[Corner]:
+    """Return the corners of a panel where a legend covers no curve; none without curves."""
+    axes.autoscale_view()  # now the transform knows the limits
+    to_panel = axes.transData + axes.transAxes.inverted()
+    points = []
+    for line in axes.lines:
+        x, y = to_panel.transform(line.get_xydata()).T
+        number = np.arange(len(x))
+        between = np.linspace(0, len(x) - 1, POINTS_BETWEEN * len(x))
+        points.append(np.stack([np.interp(between, number, part) for part in (x, y)]))
+    if not points:
+        return []
+    x, y = np.concatenate(points, axis=1)
+    wide, high = legend_share(axes, labels)
+    covered: dict[Corner, np.ndarray] = {
+        "upper left": (x < wide) & (y > 1 - high),
+        "upper right": (x > 1 - wide) & (y > 1 - high),
+        "lower left": (x < wide) & (y < high),
+        "lower right": (x > 1 - wide) & (y < high),
+    }
+    return [corner for corner, inside in covered.items() if not inside.any()]
 
 
 def draw_scores(

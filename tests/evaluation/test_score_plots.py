@@ -20,6 +20,7 @@ from credit_dp.evaluation.figure_style import (
     NO_VALUE,
     PALE,
     SERIES,
+    figure_style,
     superscript,
     title_text,
     unit_label,
@@ -379,6 +380,27 @@ def test_short_legends_are_inside_a_panel_and_long_ones_above_all() -> None:
         figure.draw_without_rendering()
         box, panel = legend.get_window_extent(), panels[0].get_window_extent()
         assert (panel.y0 < box.y0 and box.y1 < panel.y1) if inside else box.y0 > panel.y1
+
+
+@figure_style()
+def test_a_legend_covers_no_curve() -> None:
+    leads = np.array([6, 12, 18, 24])
+    for rising in ([180, 340, 480, 600], [50, 60, 70, 80]):
+        figure, panels = create_panels(3)
+        for axes in panels:
+            values = {
+                "forecast": np.array([50, 95, 140, 180]),
+                "persistence": np.array(rising),
+                "climatology": np.full(4, 890),
+            }
+            draw_scores(axes, leads.tolist(), values, "x", "RMSE")
+            axes.set_ylim(bottom=0)
+        add_legend(figure, panels)
+        figure.draw_without_rendering()
+        ((axes, legend),) = [(x, x.get_legend()) for x in panels if x.get_legend() is not None]
+        box = legend.get_window_extent()
+        for line in axes.lines:
+            assert not line.get_path().transformed(axes.transData).intersects_bbox(box, False)
 
 
 def test_lead_times_are_in_days_beyond_two_and_hours_below() -> None:

@@ -6,6 +6,7 @@ that share a globe are a domain. How it works, from the call to the messages:
 - `decide` finds out how a model is sharded, and `convert` carries that out: `conversion` replaces
   the layers that couple rows, `rules` says by which ones, `layers` has them.
 - `planning` runs the model without data, chooses the bands of all levels and audits users' code.
+- `gradients` has the mean of a loss over the globe, and sums gradients, for training loops of users.
 - `exchange` is how layers fetch rows of other bands, `transport` how messages are sent.
 - `verify` compares a sharded model with the unsharded one, `dry_run` counts what is sent.
 """
@@ -16,6 +17,7 @@ from credit_dp.domain_parallel.convert import (
     replan,
 )
 from credit_dp.domain_parallel.decide import Decision, plan_report
+from credit_dp.domain_parallel.gradients import global_mean, sum_gradients
 from credit_dp.domain_parallel.halo_exchange import (
     HaloExchange,
     gather_tensor,
@@ -70,11 +72,13 @@ __all__ = [
     "convert_to_domain_parallel",
     "gather_tensor",
     "get_domain_parallel_manager",
+    "global_mean",
     "initialize_domain_parallel",
     "plan_report",
     "replan",
     "shard_batch",
     "shard_tensor",
+    "sum_gradients",
     "validate_sharding_constraints",
     "verify_domain_parallel",
 ]

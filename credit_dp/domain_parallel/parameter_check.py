@@ -1,6 +1,6 @@
 """A check that all ranks of a domain have the same parameters, for training loops of users.
 
-The loop that trains a converted model has to sum gradients over the domain. If it doesn't, each
+The loop that trains a converted model has to call `sum_gradients`. If it doesn't, each
 rank steps by the gradients of its own rows, and its parameters drift away from the others' without
 any error. `CompareParameters` therefore compares them at a few early forwards. The trainer of this
 package needs none of it: it sums gradients, and compares replicas in `training/replicas.py`.
@@ -92,10 +92,9 @@ class CompareParameters:
         raise UserError(
             f"training forward {self.forwards} of a converted model: {what}, but all ranks of a "
             "domain need the same parameters. Build the model from one seed on every rank, and "
-            "between backward and the optimizer's step sum the gradient of each parameter over the "
-            "domain: all ranks call torch.distributed.all_reduce(gradient, "
-            "group=manager.domain_group), with zeros where a rank has no gradient. Or wrap the "
-            "model in DistributedDataParallel and multiply the loss by the number of domain ranks."
+            "between the last backward and the optimizer's step call sum_gradients(model, manager) "
+            "of credit_dp.domain_parallel. Or wrap the model in DistributedDataParallel and "
+            "multiply the loss by the number of domain ranks."
         )
 
     def _gather(self, numbers: list[int], device: torch.device) -> list[list[int]]:

@@ -16,10 +16,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from credit_dp.config import Config
-from credit_dp.constants import constant_tensor
 from credit_dp.data.loader import Batch
 from credit_dp.distributed.process_groups import new_group_of
 from credit_dp.domain_parallel import DomainParallelManager
+from credit_dp.domain_parallel.gradients import reduce_gradients
 from credit_dp.domain_parallel.recomputation import (
     CheckpointedForward,
     has_several_layers,
@@ -39,26 +39,19 @@ if TYPE_CHECKING:
     from credit_dp.pipeline_parallel.pipeline import Pipeline
 
 
-BUCKET = 2**25  # bytes of gradients that are sent at once
-
-
 def average_gradients(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup) -> None:
     """Replace each gradient by its mean over the ranks of a group, as DDP does in backward.
 
     Collective. A missing gradient counts as zeros, and stays missing where no rank has one.
     """
     size = dist.get_world_size(group)
-    for bucket in _buckets(parameters):
-        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in bucket]
-        there = [p.grad is not None for p in bucket]
-        marks = constant_tensor(there, gradients[0].device, gradients[0].dtype)
-        total = torch.cat([marks, *(gradient.flatten() for gradient in gradients)]) / size
+
+    def mean(total: Tensor) -> Tensor:
+        total /= size
         dist.all_reduce(total, group=group)
-        sizes = [len(bucket), *(gradient.numel() for gradient in gradients)]
-        marks, *parts = torch.split(total, sizes)
-        for at, (parameter, part) in enumerate(zip(bucket, parts, strict=True)):
-            if parameter.grad is not None or marks[at]:
-                parameter.grad = gradients[at].copy_(part.view_as(parameter))
+        return total
+
+    reduce_gradients(parameters, mean)
 
 
 def new_stage_group(manager: DomainParallelManager) -> dist.ProcessGroup | None:
@@ -69,21 +62,6 @@ def new_stage_group(manager: DomainParallelManager) -> dist.ProcessGroup | None:
     if manager.replicas == 1:
         return None
     return new_group_of(torch.arange(manager.world_size).view(-1, manager.replicas).tolist())
-
-
-def _buckets(parameters: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-    """Yield parameters that learn, in groups of one dtype and of about `BUCKET` bytes."""
-    bucket: list[nn.Parameter] = []
-    for parameter in parameters:
-        if not parameter.requires_grad:
-            continue
-        full = sum(p.nbytes for p in bucket) >= BUCKET
-        if bucket and (full or parameter.dtype != bucket[0].dtype):
-            yield bucket
-            bucket = []
-        bucket.append(parameter)
-    if bucket:
-        yield bucket
 
 
 def clip_gradients(

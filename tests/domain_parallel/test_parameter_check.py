@@ -7,7 +7,6 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
@@ -17,6 +16,7 @@ from credit_dp.domain_parallel import (
     convert_from_domain_parallel,
     convert_to_domain_parallel,
     shard_tensor,
+    sum_gradients,
 )
 from credit_dp.domain_parallel.build import shard_model
 from credit_dp.domain_parallel.parameter_check import COMPARED_FORWARDS
@@ -107,10 +107,8 @@ def train(manager, build, convert: Convert, total=False, call=None, steps=3):
             return step, str(error)
         optimizer.zero_grad()
         output.square().mean().backward()
-        for parameter in model.parameters() if total else ():
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            dist.all_reduce(parameter.grad, group=manager.domain_group)
+        if total:
+            sum_gradients(model, manager)
         optimizer.step()
     return steps, ""
 
@@ -164,7 +162,7 @@ def test_loops_without_sum_of_gradients_are_refused_on_all_ranks():
     for name, (step, error) in first.items():
         assert step == 1, name
         assert "differs between the domain ranks 0 and 1" in error, name
-        assert "all_reduce(gradient, group=manager.domain_group)" in error, name
+        assert "call sum_gradients(model, manager) of credit_dp.domain_parallel" in error, name
 
 
 def test_loops_with_sum_of_gradients_are_not():

@@ -11,10 +11,9 @@ from torch import nn
 
 from credit_dp.config import ParallelConfig, StandardLossConfig
 from credit_dp.data.loader import Batch
-from credit_dp.domain_parallel import DomainParallelManager
+from credit_dp.domain_parallel import DomainParallelManager, gradients
 from credit_dp.domain_parallel.planning.model_plan import parameters_outside_graph
 from credit_dp.errors import UserError
-from credit_dp.training import forward_backward
 from credit_dp.training.forecast_step import ForecastStep
 from credit_dp.training.forward_backward import (
     ModelForwardBackward,
@@ -52,7 +51,7 @@ def means(manager: DomainParallelManager) -> list[list[torch.Tensor | None]]:
     assert group is not None
     for bucket in BUCKETS:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(forward_backward, "BUCKET", bucket)
+            patch.setattr(gradients, "BUCKET", bucket)
             parameters = parameters_of(manager.rank)
             average_gradients(parameters, group)
         found.append([p.grad for p in parameters])

@@ -1,4 +1,4 @@
-"""Plug-ins: models, losses, optimizers and schedules that are not part of this package.
+"""Plug-ins: models, losses, optimizers, schedules and callbacks that are not part of this package.
 
 A plug-in is a config class with a name that derives from one of the bases in `credit_dp.config`,
 such as `OwnModelConfig`. It comes from a Python file listed in the environment variable
@@ -51,15 +51,23 @@ class PluginKind(NamedTuple):
     Attributes:
         key: config key whose value is the name of a plug-in of this kind.
         group: entry-point group in which packages register plug-ins of this kind.
+        several: whether the key holds several plug-ins, by name.
     """
 
     key: str
     group: str
+    several: bool = False
 
     @property
     def label(self) -> str:
         """The word for this kind in messages: `model`, `schedule`."""
-        return self.key.rpartition(".")[2]
+        word = self.key.rpartition(".")[2]
+        return word.removesuffix("s") if self.several else word
+
+    @property
+    def choice(self) -> str:
+        """The override that chooses the plug-in NAME."""
+        return f"{self.key}.NAME={{}}" if self.several else f"{self.key}=NAME"
 
     @property
     def with_article(self) -> str:
@@ -329,7 +337,7 @@ def plugin_name(file: PluginFile, config: type[Plugin]) -> str:
     if not isinstance(name, str) or not re.fullmatch(r"(?!schema)[A-Za-z][\w-]*", name):
         raise UserError(
             f"{file.variable}: {config.__name__} needs a field `name: str = ...` of letters, "
-            f"digits, _ and -, by which {config.plugin_kind.key}=NAME chooses it, got {name!r}."
+            f"digits, _ and -, by which {config.plugin_kind.choice} chooses it, got {name!r}."
         )
     return name
 

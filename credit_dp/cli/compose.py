@@ -49,6 +49,7 @@ from credit_dp.cli.overrides import (
 from credit_dp.config import (
     Config,
     DataConfig,
+    OwnCallbackConfig,
     OwnLossConfig,
     OwnModelConfig,
     OwnOptimizerConfig,
@@ -452,6 +453,8 @@ def register_schemas() -> None:
             )
     for name, plugin in find_plugins(OwnScheduleConfig, LR_SCHEDULES).items():
         schema_node(name, plugin)  # not a group, so not stored: this only checks it as early
+    for name, callback in find_plugins(OwnCallbackConfig, ()).items():
+        schema_node(name, callback)
 
 
 def search_path(config_dir: str | None) -> ConfigSearchPath:

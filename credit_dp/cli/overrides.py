@@ -167,7 +167,8 @@ def is_table_entry(key: str) -> bool:
 def is_table_entry_key(key: str) -> bool:
     """Whether the key is below an entry of a table: `data.variables.geopotential.normalise`."""
     entry = key.rpartition(".")[0]
-    return is_table_entry(entry) and is_dataclass(type_of_key(entry))
+    kind = type_of_key(entry)
+    return is_table_entry(entry) and (is_dataclass(kind) or get_origin(kind) is dict)
 
 
 def type_of_key(key: str) -> Any:

@@ -155,6 +155,7 @@ def config_of_checkpoint(path: Path, given: Sequence[str], composer: Composer) -
     data = saved["data"]
     if "data.store" in names and data.get("name") == "quickstart":
         data |= {"name": "zarr", "grid": None, "regrid": None}
+    saved["trainer"].pop("callbacks", None)  # may need a plug-in, too
     left_out = set(RUN_ONLY_KEYS)
     if saved["trainer"].get("members", 1) > 1:
         left_out.remove("loss")  # one of this package, without which members are refused

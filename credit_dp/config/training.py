@@ -1,6 +1,6 @@
 """The config of training: trainer, loss, optimizer with its schedule, and loggers."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -72,6 +72,10 @@ class TrainerConfig:
     keep_checkpoints: int = 1  # number of the newest checkpoints that are kept
     validate_every: int = 0  # steps between validations; 0: none
     keep_best: bool = False  # also keep the checkpoint with the lowest validation error
+    # stop after so many validations in a row without a lower error; null: train all steps
+    patience: int | None = None
+    # callbacks of your own by name, each with its keys, e.g. {norms: {every: 100}}
+    callbacks: dict[str, dict[str, Any]] = field(default_factory=dict)
     # forecasts of each initial time in validations and final scores; null: as many as members
     evaluate_members: int | None = None
     # lead times of the final scores
@@ -123,6 +127,10 @@ class TrainerConfig:
         checks.at_least("trainer.validate_every", self.validate_every, 0)
         if self.keep_best and not self.validate_every:
             raise UserError("trainer.keep_best: needs trainer.validate_every above 0, got 0.")
+        checks.at_least("trainer.patience", self.patience, 1)
+        if self.patience is not None and not self.validate_every:
+            raise UserError("trainer.patience: needs trainer.validate_every above 0, got 0.")
+        build_callbacks(self.callbacks)
         checks.not_empty("trainer.evaluate_hours", self.evaluate_hours)
         checks.no_repeats("trainer.evaluate_hours", self.evaluate_hours)
         checks.at_least("trainer.evaluate_hours", min(self.evaluate_hours), 1)
@@ -164,6 +172,78 @@ class TrainerConfig:
             max(0, end - start) * length
             for start, end, length in zip(starts, ends, lengths, strict=True)
         )
+
+
+@dataclass
+class OwnCallbackConfig(Plugin):
+    """The base of callbacks from other packages or files: see `credit_dp.plugins`.
+
+    Derive from it and register the class. Then `trainer.callbacks.NAME={}` uses it, and
+    `trainer.callbacks.NAME.KEY=VALUE` sets its keys. Write the methods that you need.
+
+    - All ranks call them, at the same steps, callbacks in the order of the config. So they may use
+      collectives, and only rank 0 should write.
+    - `run` is a `CallbackRun`. Read from it and change nothing. Gradients are not recorded, and
+      training goes on with its own random numbers whatever a callback draws.
+    - An exception ends the run, in one line with file and line.
+    - Checkpoints hold nothing of a callback; what it keeps in attributes is lost when a run is
+      resumed.
+    """
+
+    plugin_kind = PluginKind("trainer.callbacks", "credit_dp.callbacks", several=True)
+
+    name: str = MISSING
+
+    def on_start(self, run: Any) -> None:
+        """Do something before the first step, or the first after `run.step` of a resumed run."""
+
+    def on_step(self, run: Any, metrics: dict[str, float]) -> None:
+        """Do something after each step, once its checkpoint is written, if one is due.
+
+        Args:
+            run: see above.
+            metrics: what is logged of this step, the same on all ranks; empty at other steps.
+        """
+
+    def on_validation(self, run: Any, scores: dict[str, float]) -> None:
+        """Do something after a validation, and after `on_step` of the same step.
+
+        Args:
+            run: see above.
+            scores: `validation_rmse` and others, the same on all ranks.
+        """
+
+    def on_end(self, run: Any, scores: dict[str, float]) -> None:
+        """Do something at the end of a complete run, once scores and plots are written.
+
+        Args:
+            run: see above.
+            scores: the final ones by name, as trackers get them.
+        """
+
+
+def build_callbacks(callbacks: Mapping[str, Any]) -> list[OwnCallbackConfig]:
+    """Return new callbacks, given the keys of each by name.
+
+    Raises:
+        UserError: there is no callback of a name, or it does not take these keys.
+    """
+    if not callbacks:
+        return []
+    kind, known = OwnCallbackConfig.plugin_kind, find_plugins(OwnCallbackConfig, ())
+    built = []
+    for name, values in callbacks.items():
+        key = f"{kind.key}.{name}"
+        if name not in known:
+            names = f"one of {', '.join(known)}" if known else "a callback of a plug-in"
+            raise UserError(
+                f"{kind.key}: needs {names}, got {name!r}."
+                f"{checks.did_you_mean(name, list(known))}{registration_hint(kind)}"
+            )
+        if not isinstance(values, Mapping):
+            raise UserError(f"{key}: needs the callback's keys, or {{}}, got {values!r}.")
+        built.append(build_plugin_config(name, known[name], key, values))
+    return built
 
 
 @dataclass

@@ -103,7 +103,7 @@ REASONS: Reasons = {
     "trainer.start_epoch": _RESUME,
     "trainer.num_epoch": "a job trains until its time is over, and resume=auto continues",
     "trainer.train_one_epoch": "a job trains until its time is over, and resume=auto continues",
-    "trainer.stopping_patience": "training ends at trainer.steps",
+    "trainer.stopping_patience": "trainer.patience counts validations, of which there are none",
     "trainer.save_backup_weights": "trainer.keep_checkpoints keeps several",
     "trainer.save_metric_vars": "the log has the loss of each field",
     "trainer.update_learning_rate": "the learning rate follows optimizer.schedule",
@@ -329,6 +329,8 @@ def _read_trainer(config: ForeignConfig, experiment: Experiment) -> None:
         experiment.set("trainer.steps", epochs * batches)
         experiment.set("trainer.checkpoint_every", batches)
         experiment.set("trainer.validate_every", batches if validates else 0)
+        if validates:  # once in an epoch, in which their patience counts
+            experiment.set("trainer.patience", config.whole("trainer.stopping_patience"))
     elif epochs:
         config.remark("trainer.epochs", "no counterpart: training has trainer.steps; set it")
     # Their best weights have the lowest error of a validation, so need validations.

@@ -184,7 +184,10 @@ def read_job(folder: Path) -> Job:
     # A record is written by the process that watches the job, and knows how it ended.
     record = read_table(folder / RECORD_FILE)
     state, cause = str(record.get("state", "")), str(record.get("cause") or "")
-    if not state and scores and numbers.get("step") == get_nested(config, "trainer.steps"):
+    ends = {get_nested(config, "trainer.steps")}
+    if get_nested(config, "trainer.patience"):  # it may have ended before
+        ends.add(scores.get("step"))
+    if not state and scores and numbers.get("step") in ends:
         state = "done"
     elif not state:
         state, cause = state_in_logs(folder)

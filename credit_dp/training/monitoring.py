@@ -187,8 +187,8 @@ class TrainingMonitor:
         trace: path of this rank's trace, if it writes one.
 
     Attributes:
-        validation_error: of the validation after the last step, or None: the RMSE, of ensembles
-            the CRPS.
+        scores: of the validation after the last step, by name; empty if there was none.
+        validation_error: of them, or None: the RMSE, of ensembles the CRPS.
         map: of the validation after the last step, or None.
         note: text for the progress bar.
         work: see `Screen.bar`.
@@ -207,6 +207,7 @@ class TrainingMonitor:
         self.screen = screen
         self.validation = validation
         self.profiler = None if trace is None else StepProfiler(trace)
+        self.scores: Mapping[str, float] = {}
         self.validation_error: float | None = None
         self.map: FieldMap | None = None
         self.note = ""
@@ -234,15 +235,15 @@ class TrainingMonitor:
         line = self._eta(record.step)
         if line is not None:
             self.screen.show(line)
-        self.map = None
+        self.scores, self.validation_error, self.map = {}, None, None
         if record.loss is None:
-            self.validation_error = None
             return {}
         metrics = record.metrics()
         self._loss = f"loss {record.loss:.4f}"
-        scores = self._validate(record.step) if validate else {}
+        scores = self.scores = self._validate(record.step) if validate else {}
         self.validation_error = scores.get("validation_crps", scores.get("validation_rmse"))
         if self.validation_error is not None:
+            self.training.trainer.state.validations.add(self.validation_error)
             metrics |= scores
             self._validated = f"validation {self.validation_error:.4f}"
         self.note = "  ".join(part for part in (self._loss, self._validated) if part)

@@ -17,6 +17,7 @@ from rich.filesize import decimal
 
 from credit_dp.config import Config, DatesConfig, as_dict
 from credit_dp.config.data import AUTO, SPLITS
+from credit_dp.config.training import build_callbacks
 from credit_dp.data.cache import ProgressCallback
 from credit_dp.data.calendar import STANDARD, Calendar
 from credit_dp.data.dates import date_interval, times_needed
@@ -29,7 +30,7 @@ from credit_dp.distributed.mesh import build_manager, rank_device
 from credit_dp.distributed.signals import EXIT_PREEMPTED
 from credit_dp.distributed.worker import pop_early_records
 from credit_dp.domain_parallel import DomainParallelManager
-from credit_dp.errors import UserError
+from credit_dp.errors import UserError, counted
 from credit_dp.evaluation.drawing import draw_or_warn
 from credit_dp.evaluation.held_out import (
     HeldOutData,
@@ -41,6 +42,7 @@ from credit_dp.evaluation.held_out import (
 from credit_dp.evaluation.maps import FieldMap
 from credit_dp.evaluation.scorecard import HeldOutScores
 from credit_dp.training.build_training import Training, build_training
+from credit_dp.training.callbacks import CallbackRun, Callbacks
 from credit_dp.training.checkpoint import CheckpointSaver, find_checkpoint, load_checkpoint
 from credit_dp.training.checkpoint_files import read_metadata
 from credit_dp.training.console import Screen, notes_of, screen_for
@@ -56,6 +58,7 @@ from credit_dp.training.run_folder import (
     write_run_file,
 )
 from credit_dp.training.start_checks import check_start, check_without_data
+from credit_dp.training.state import ValidationHistory
 from credit_dp.training.summary import summary_lines
 from credit_dp.training.transfer import load_initial_weights
 
@@ -103,7 +106,7 @@ def run(config: Config, ranks: RankInfo) -> int:
     session = _Run(config, folder, screen, manager, data, training)
     held_out = HeldOutData(config, data, training.rows, training.like)
     session.load_weights()
-    monitor = session.build_monitor()
+    monitor, callbacks = session.build_monitor(), session.callbacks()
 
     # 3. Only now is there a folder: a run that is refused leaves none.
     early_records = pop_early_records()
@@ -114,7 +117,7 @@ def run(config: Config, ranks: RankInfo) -> int:
             page = session.open_page(tracker)
             # 4. Train to the last step, or until a signal asks to stop.
             with explain_out_of_memory(config, ranks), Preemption(manager) as preemption:
-                finished = session.train(tracker, monitor, preemption, page)
+                finished = session.train(tracker, monitor, preemption, callbacks, page)
             if not finished:
                 return EXIT_PREEMPTED
             if page is not None:
@@ -123,6 +126,7 @@ def run(config: Config, ranks: RankInfo) -> int:
             scores, last_lead = session.score(held_out)
             tracker.summarise(scores.scalars())
         session.report_results(scores, last_lead, held_out, page)
+        callbacks.on_end(scores.scalars())
     return 0
 
 
@@ -254,7 +258,31 @@ class _Run:
 
     @property
     def _finished(self) -> bool:
+        """Whether all steps are taken, or the validation error has stopped falling.
+
+        The same on all ranks, as they have the same validation errors.
+        """
+        return self._trained_all_steps or self._out_of_patience
+
+    @property
+    def _trained_all_steps(self) -> bool:
         return self.training.trainer.state.step >= self.config.trainer.steps
+
+    @property
+    def _out_of_patience(self) -> bool:
+        patience = self.config.trainer.patience
+        return patience is not None and self._validations.without_lower >= patience
+
+    @property
+    def _validations(self) -> ValidationHistory:
+        return self.training.trainer.state.validations
+
+    def _patience_message(self) -> str:
+        """Return a sentence on why training stops early."""
+        lowest = self._validations.lowest
+        than = "a finite error" if lowest is None else f"a lower error than {lowest:.4f}"
+        count = counted(self._validations.without_lower, "validation")
+        return f"trainer.patience: {count} without {than}"
 
     def load_weights(self) -> None:
         """Resume from a checkpoint, or take another run's weights, if the config says so.
@@ -307,25 +335,35 @@ class _Run:
         tracker.sinks.append(page)
         return page
 
+    def callbacks(self) -> Callbacks:
+        """Return the user's callbacks, new ones for this run."""
+        run = CallbackRun(self.config, self.folder.path, self.manager, self.training.trainer.state)
+        return Callbacks(build_callbacks(self.config.trainer.callbacks), run)
+
     def train(
         self,
         tracker: Tracker,
         monitor: TrainingMonitor,
         preemption: Preemption,
+        callbacks: Callbacks,
         page: "LivePage | None",
     ) -> bool:
         """Train to the last step; False if a signal stopped the run before.
 
         All ranks go through this loop together: a batch, a step (`Trainer.train_step`), which also
-        agrees on a stop signal, a validation if it is due, the log, a checkpoint if it is due.
+        agrees on a stop signal, a validation if it is due, the log, a checkpoint if it is due, the
+        user's callbacks. The last step may come earlier, see `_finished`.
         """
         trainer, steps = self.training.trainer, self.config.trainer.steps
         state = trainer.state
         if self._finished:
             self.training.loader.close()
+            why = f"trainer.steps is {steps}"
+            if not self._trained_all_steps:
+                why = self._patience_message()
             self.screen.show(
-                f"nothing to train: the checkpoint is of step {state.step} and "
-                f"trainer.steps is {steps}; evaluating only"
+                f"nothing to train: the checkpoint is of step {state.step} and {why}; evaluating "
+                "only"
             )
             return True
         folder, yaml, stop = self.folder.checkpoints, resolved_yaml(self.config), 0
@@ -336,8 +374,9 @@ class _Run:
             monitor.profiling(),
         ):
             trainer.start(checkpoints.newest_checkpoint)
+            callbacks.on_start()
             batches = monitor.batches()
-            while state.step < steps and not stop:
+            while not self._finished and not stop:
                 batch = trainer.throughput.next_batch(batches)
                 record = trainer.train_step(batch, preemption.pending_signal)
                 stop = record.stop_signal  # the same on all ranks
@@ -348,8 +387,9 @@ class _Run:
                 if page is not None and monitor.map is not None:
                     page.show_map(record.step, monitor.map)
                 bar(record.step, monitor.note)
-                if stop or trainer.should_save(record.step):
+                if stop or self._finished or trainer.should_save(record.step):
                     checkpoints.save(state, yaml, monitor.validation_error)
+                callbacks.on_step(metrics, monitor.scores)
                 monitor.end_step()
         if trainer.graph is not None:
             # Its memory is for forecasts then, and nccl's communicators must not end before it.
@@ -362,6 +402,8 @@ class _Run:
             self.screen.show(message)
             logging.getLogger(__name__).info(message)  # the terminal may be gone
             return False
+        if not self._trained_all_steps:
+            self.screen.show(f"{self._patience_message()}; stopped after step {state.step}")
         monitor.show_missing_trace()
         bubble = trainer.forward_backward.bubble_message()
         if bubble:

@@ -6,6 +6,7 @@
 `load_metadata` restores the rest.
 """
 
+import math
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -38,6 +39,7 @@ VALID_KEY = "valid"
 # Keys of the metadata.
 AVERAGE_UPDATES_KEY = "averaged"  # number of updates of the averages
 HISTORY_KEY = "gradients"
+VALIDATIONS_KEY = "validations"
 OPTIMIZER_KEY = "optimizer"  # its name
 
 NORM_WINDOW = 100  # number of accepted gradient norms that a new one is compared with
@@ -70,6 +72,27 @@ class GradientHistory:
         self.in_a_row = state["in_a_row"]
 
 
+@final
+@dataclass
+class ValidationHistory:
+    """The lowest validation error of a run so far, and how long ago it was found.
+
+    Attributes:
+        lowest: None before the first validation with a finite error.
+        without_lower: validations since then.
+    """
+
+    lowest: float | None = None
+    without_lower: int = 0
+
+    def add(self, error: float) -> None:
+        """Take in the error of one more validation; one that is not finite is not lower."""
+        if math.isfinite(error) and (self.lowest is None or error < self.lowest):
+            self.lowest, self.without_lower = error, 0
+        else:
+            self.without_lower += 1
+
+
 class Stateful(Protocol):
     """An object whose state can be saved and restored."""
 
@@ -99,6 +122,7 @@ class TrainingState:
             Checkpoints have `static` and `valid` so that the model can be used without the data.
         average: the moving average of the weights, if there is one.
         history: of the gradients.
+        validations: the lowest error of the validations.
         optimizer_name: the optimizer's name in the config.
         layout: the tensors that the optimizer keeps of each parameter.
     """
@@ -114,6 +138,7 @@ class TrainingState:
     valid: Callable[[], NDArray[np.bool_] | None] | None = None
     average: WeightAverage | None = None
     history: GradientHistory = field(default_factory=GradientHistory)
+    validations: ValidationHistory = field(default_factory=ValidationHistory)
     optimizer_name: str = "adamw"
     layout: StateLayout = ADAMW
 
@@ -182,6 +207,7 @@ class TrainingState:
             "sampler": self.sampler.state_dict(),
             "data": self.data,
             HISTORY_KEY: self.history.state_dict(),
+            VALIDATIONS_KEY: asdict(self.validations),
             **({} if self.average is None else {AVERAGE_UPDATES_KEY: self.average.updates}),
         }
 
@@ -242,6 +268,8 @@ class TrainingState:
         self.seed = metadata["seed"]
         self.step = metadata["step"]
         self.history.load_state_dict(metadata[HISTORY_KEY])
+        # Older checkpoints have none.
+        self.validations = ValidationHistory(**metadata.get(VALIDATIONS_KEY, {}))
         if self.average is not None:
             saved = metadata["tensors"]
             new = [n for n in self.average.averages if AVERAGE_PREFIX + n not in saved]

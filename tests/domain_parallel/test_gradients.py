@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from credit_dp.domain_parallel import (
@@ -159,8 +160,19 @@ def python_block(page: str, name: str) -> str:
 
 
 def run_block(manager, source, folder, *arguments):
-    """Run a program as torchrun would, in float64, and return the parameters that it leaves."""
+    """Run a program as torchrun would, in float64.
+
+    Return the parameters that it leaves, unless they are shards, and the norms before clipping,
+    which AdamW would not notice if they were too large.
+    """
+    norms, clip = [], nn.utils.clip_grad_norm_
+
+    def recorded(parameters, limit):
+        norm = clip(parameters, limit)
+        norms.append(float(norm.full_tensor() if isinstance(norm, DTensor) else norm))
+
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(nn.utils, "clip_grad_norm_", recorded)
         patch.setenv("WORLD_SIZE", str(manager.world_size))
         patch.setattr(torch.distributed, "init_process_group", lambda: None)  # it is there
         patch.setattr(sys, "argv", ["loop.py", *arguments])
@@ -171,15 +183,14 @@ def run_block(manager, source, folder, *arguments):
             exec(compile(source, "loop.py", "exec"), names)  # noqa: S102
         finally:
             torch.set_default_dtype(torch.float32)
-    if isinstance(names["model"], FSDPModule):
-        return None
-    return names["model"].state_dict()
+    model = names["model"]
+    return None if isinstance(model, FSDPModule) else model.state_dict(), norms
 
 
 def plain_loop(
     channels: int, draw: Callable[[int], list[tuple]], areas: torch.Tensor, steps: int
-) -> dict[str, torch.Tensor]:
-    """Train on whole globes, and return the parameters.
+) -> tuple[dict[str, torch.Tensor], list[float]]:
+    """Train on whole globes, and return the parameters and the norms of gradients.
 
     `draw` returns the samples of a step, each with the field later, after the model was built.
     """
@@ -191,14 +202,15 @@ def plain_loop(
         nn.Conv2d(16, channels, 3, padding=1),
     )
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    norms = []
     for step in range(steps):
         now, later = (torch.cat(fields) for fields in zip(*draw(step), strict=True))
         errors = ((model(now) - later) ** 2).mean((0, 1, 3))
         optimizer.zero_grad()
         ((errors * areas).sum() / areas.sum()).backward()
-        assert nn.utils.clip_grad_norm_(model.parameters(), 1.0) > 0
+        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 1.0)))
         optimizer.step()
-    return model.state_dict()
+    return model.state_dict(), norms
 
 
 def in_float64(call: Callable, *arguments):
@@ -230,9 +242,10 @@ def test_the_loop_of_the_readme_trains_as_one_process(tmp_path, ranks):
         return [tuple(torch.randn(2, 1, 5, 19, 12))]
 
     areas = torch.linspace(90, -90, 19, dtype=torch.float64).deg2rad().cos()
-    expected = in_float64(plain_loop, 5, draw, areas, 3)
-    for found in on_processes(ranks, run_block, source, str(tmp_path)):
+    expected, expected_norms = in_float64(plain_loop, 5, draw, areas, 3)
+    for found, norms in on_processes(ranks, run_block, source, str(tmp_path)):
         assert_trained_alike(found, expected)
+        assert norms == pytest.approx(expected_norms, rel=1e-12)
 
 
 @pytest.fixture(scope="module")
@@ -249,7 +262,7 @@ def store(tmp_path_factory):
     return folder
 
 
-def plain_page(store: Path, data: int) -> dict[str, torch.Tensor]:
+def plain_page(store: Path, data: int) -> tuple[dict[str, torch.Tensor], list[float]]:
     """Train as the page does with `data` samples at a time, two times in each step."""
     import xarray as xr
 
@@ -278,11 +291,16 @@ def test_the_loop_of_the_page_trains_and_resumes_as_one_process(store, tmp_path,
     assert source.count("range(first, 4)") == 1
     half = source.replace("range(first, 4)", "range(first, 2)")
     (tmp_path / "era5.zarr").symlink_to(store / "era5.zarr")
-    for text in (half, source):
-        on_processes(ranks, run_block, text, str(tmp_path), mode)
+    norms = [
+        [norms for _, norms in on_processes(ranks, run_block, text, str(tmp_path), mode)]
+        for text in (half, source)
+    ]
     saved = torch.load(tmp_path / f"{mode}.pt", weights_only=True)
     assert saved["step"] == 4
-    expected = in_float64(plain_page, store, 1 if mode == "bands" else ranks // 2)
+    samples = 1 if mode == "bands" else ranks // 2
+    expected, expected_norms = in_float64(plain_page, store, samples)
     assert_trained_alike(saved["model"], expected)
+    for first, second in zip(*norms, strict=True):
+        assert first + second == pytest.approx(expected_norms, rel=1e-11)
     assert [path.name for path in tmp_path.glob("*.pt")] == [f"{mode}.pt"]
     assert not (tmp_path / "unfinished").exists()

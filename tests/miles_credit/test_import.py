@@ -212,6 +212,7 @@ def test_the_experiment_has_the_same_settings(
     assert (sizes["local_windows"], sizes["global_windows"]) == ([2, 2], [2, 1])
     assert (sizes["poles"], sizes["activation_checkpointing"]) == ("earth", True)
     assert (trainer.steps, trainer.rollout, trainer.gradient_clip) == (2, {0: 2}, None)
+    assert trainer.patience == 50
     assert (optimizer.lr, optimizer.weight_decay, optimizer.warmup_steps) == (1e-3, 0.0, 1)
     assert (optimizer.schedule, optimizer.final_lr) == ("cosine", 1e-5)
     weights = {"T": 2.0, "U_60": 1.0, "U_90": 3.0}  # of levels, if they differ
@@ -230,7 +231,6 @@ def test_each_key_without_counterpart_has_a_line(
     for key in (
         *("save_loc", "data.one_shot", "data.level_ids", "data.static_first"),
         *("model.post_conf.skebs.activate", "model.padding_conf.pad_lat"),
-        "trainer.stopping_patience",
         *("trainer.brand_new_key", "trainer.train_batch_size", "loss.latitude_weights"),
         *("loss.variable_weights.Q500", "pbs.project", "pbs.nodes"),
     ):
@@ -259,7 +259,7 @@ def test_the_experiment_trains_on_their_stores(
     line = (
         "python train.py experiment=their-run logger=csv parallel.domain=2 parallel.threads=1 "
         f"device=cpu data.cache={tmp_path}/cache run.dir=run trainer.validate_every=0 "
-        "trainer.keep_best=false trainer.evaluate_hours=[6]"
+        "trainer.keep_best=false trainer.patience=null trainer.evaluate_hours=[6]"
     )
     done = run_line(line, tmp_path, os.environ)
     assert done.returncode == 0, done.stdout + done.stderr

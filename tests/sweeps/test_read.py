@@ -50,6 +50,19 @@ def test_each_run_is_in_the_state_that_its_files_show(tmp_path: Path) -> None:
     assert [job.value("seed") for job in sweep.jobs[4:]] == ["0", "1", "2", "3"]
 
 
+def test_a_run_that_ended_early_is_done_once_its_scores_are_of_its_last_step(
+    tmp_path: Path,
+) -> None:
+    early = {"steps": 100, "patience": 2}
+    run = write_done(
+        write_sweep(tmp_path / "sweep", ["seed=0"]) / "0", "seed=0", model=5, trainer=early
+    )
+    (run / "logs/rank-0.log").unlink()
+    assert [job.state for job in read_sweep(run.parent).jobs] == ["done"]
+    write_log(run, [1.0] * 31)  # resumed with more patience
+    assert [job.state for job in read_sweep(run.parent).jobs] == ["running"]
+
+
 def test_the_record_of_a_run_counts_more_than_its_files(tmp_path: Path) -> None:
     folder = write_sweep(tmp_path / "sweep", ["seed=0,1"])
     records = {

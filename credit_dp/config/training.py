@@ -175,78 +175,6 @@ class TrainerConfig:
 
 
 @dataclass
-class OwnCallbackConfig(Plugin):
-    """The base of callbacks from other packages or files: see `credit_dp.plugins`.
-
-    Derive from it and register the class. Then `trainer.callbacks.NAME={}` uses it, and
-    `trainer.callbacks.NAME.KEY=VALUE` sets its keys. Write the methods that you need.
-
-    - All ranks call them, at the same steps, callbacks in the order of the config. So they may use
-      collectives, and only rank 0 should write.
-    - `run` is a `CallbackRun`. Read from it and change nothing. Gradients are not recorded, and
-      training goes on with its own random numbers whatever a callback draws.
-    - An exception ends the run, in one line with file and line.
-    - Checkpoints hold nothing of a callback; what it keeps in attributes is lost when a run is
-      resumed.
-    """
-
-    plugin_kind = PluginKind("trainer.callbacks", "credit_dp.callbacks", several=True)
-
-    name: str = MISSING
-
-    def on_start(self, run: Any) -> None:
-        """Do something before the first step, or the first after `run.step` of a resumed run."""
-
-    def on_step(self, run: Any, metrics: dict[str, float]) -> None:
-        """Do something after each step, once its checkpoint is written, if one is due.
-
-        Args:
-            run: see above.
-            metrics: what is logged of this step, the same on all ranks; empty at other steps.
-        """
-
-    def on_validation(self, run: Any, scores: dict[str, float]) -> None:
-        """Do something after a validation, and after `on_step` of the same step.
-
-        Args:
-            run: see above.
-            scores: `validation_rmse` and others, the same on all ranks.
-        """
-
-    def on_end(self, run: Any, scores: dict[str, float]) -> None:
-        """Do something at the end of a complete run, once scores and plots are written.
-
-        Args:
-            run: see above.
-            scores: the final ones by name, as trackers get them.
-        """
-
-
-def build_callbacks(callbacks: Mapping[str, Any]) -> list[OwnCallbackConfig]:
-    """Return new callbacks, given the keys of each by name.
-
-    Raises:
-        UserError: there is no callback of a name, or it does not take these keys.
-    """
-    if not callbacks:
-        return []
-    kind, known = OwnCallbackConfig.plugin_kind, find_plugins(OwnCallbackConfig, ())
-    built = []
-    for name, values in callbacks.items():
-        key = f"{kind.key}.{name}"
-        if name not in known:
-            names = f"one of {', '.join(known)}" if known else "a callback of a plug-in"
-            raise UserError(
-                f"{kind.key}: needs {names}, got {name!r}."
-                f"{checks.did_you_mean(name, list(known))}{registration_hint(kind)}"
-            )
-        if not isinstance(values, Mapping):
-            raise UserError(f"{key}: needs the callback's keys, or {{}}, got {values!r}.")
-        built.append(build_plugin_config(name, known[name], key, values))
-    return built
-
-
-@dataclass
 class LossConfig:
     """The keys that all losses have: the weights of rows, levels and variables."""
 
@@ -522,6 +450,78 @@ def plugin_schedule(config: OptimizerConfig) -> OwnScheduleConfig | None:
             f"{checks.did_you_mean(name, names)}{registration_hint(OwnScheduleConfig.plugin_kind)}"
         )
     return build_plugin_config(name, known[name], key, config.schedule_options)
+
+
+@dataclass
+class OwnCallbackConfig(Plugin):
+    """The base of callbacks from other packages or files: see `credit_dp.plugins`.
+
+    Derive from it and register the class. Then `trainer.callbacks.NAME={}` uses it, and
+    `trainer.callbacks.NAME.KEY=VALUE` sets its keys. Write the methods that you need.
+
+    - All ranks call them, at the same steps, callbacks in the order of the config. So they may use
+      collectives, and only rank 0 should write.
+    - `run` is a `CallbackRun`. Read from it and change nothing. Gradients are not recorded, and
+      training goes on with its own random numbers whatever a callback draws.
+    - An exception ends the run, in one line with file and line.
+    - Checkpoints hold nothing of a callback; what it keeps in attributes is lost when a run is
+      resumed.
+    """
+
+    plugin_kind = PluginKind("trainer.callbacks", "credit_dp.callbacks", several=True)
+
+    name: str = MISSING
+
+    def on_start(self, run: Any) -> None:
+        """Do something before the first step, or the first after `run.step` of a resumed run."""
+
+    def on_step(self, run: Any, metrics: dict[str, float]) -> None:
+        """Do something after each step, its validation and its checkpoint.
+
+        Args:
+            run: see above.
+            metrics: what is logged of this step, the same on all ranks; empty at other steps.
+        """
+
+    def on_validation(self, run: Any, scores: dict[str, float]) -> None:
+        """Do something after `on_step` of a step with a validation.
+
+        Args:
+            run: see above.
+            scores: `validation_rmse` and others, the same on all ranks.
+        """
+
+    def on_end(self, run: Any, scores: dict[str, float]) -> None:
+        """Do something at the end of a complete run, whose scores and plots are written.
+
+        Args:
+            run: see above.
+            scores: the final ones by name, as trackers get them.
+        """
+
+
+def build_callbacks(callbacks: Mapping[str, Any]) -> list[OwnCallbackConfig]:
+    """Return new callbacks, given the keys of each by name.
+
+    Raises:
+        UserError: there is no callback of a name, or it does not take these keys.
+    """
+    if not callbacks:
+        return []
+    kind, known = OwnCallbackConfig.plugin_kind, find_plugins(OwnCallbackConfig, ())
+    built = []
+    for name, values in callbacks.items():
+        key = f"{kind.key}.{name}"
+        if name not in known:
+            names = f"one of {', '.join(known)}" if known else "a callback of a plug-in"
+            raise UserError(
+                f"{kind.key}: needs {names}, got {name!r}."
+                f"{checks.did_you_mean(name, list(known))}{registration_hint(kind)}"
+            )
+        if not isinstance(values, Mapping):
+            raise UserError(f"{key}: needs the callback's keys, or {{}}, got {values!r}.")
+        built.append(build_plugin_config(name, known[name], key, values))
+    return built
 
 
 @dataclass

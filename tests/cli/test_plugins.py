@@ -63,7 +63,14 @@ class MyModelConfig(OwnModelConfig):
 )
 TRAINING = """\
 from dataclasses import dataclass
-from credit_dp.config import OwnLossConfig, OwnOptimizerConfig, OwnScheduleConfig
+from credit_dp.config import (
+    OwnCallbackConfig, OwnLossConfig, OwnOptimizerConfig, OwnScheduleConfig
+)
+
+@dataclass
+class Norms(OwnCallbackConfig):
+    name: str = "norms"
+    every: int = 100
 
 @dataclass
 class LogCosh(OwnLossConfig):
@@ -216,6 +223,12 @@ def test_its_keys_are_checked(tmp_path: Path) -> None:
             f"^{options}.powr: power has no such key. Did you mean power[?] Allowed: power."
         ),
         f"optimizer.schedule=power {options}.power=two": f"^{options}: Value 'two' of type 'st",
+        "trainer.callbacks.norms.evry=2": (
+            "^trainer.callbacks.norms.evry: norms has no such key. Did you mean every[?] Allowed"
+        ),
+        "trainer.callbacks.nroms={}": "^trainer.callbacks: needs one of norms, got 'nroms'. Did",
+        "trainer.callbacks.norms.every=often": "^trainer.callbacks.norms: Value 'often' of type",
+        "trainer.callbacks=norms": "^trainer.callbacks: needs a table from texts to values",
         f"{options}.power=2": f"^{options}: is for a schedule of your own, but optimizer.schedul",
         "model=custom model.widht=4": "^model.widht: no such key. Did you mean model.width[?]",
         "model=custom model.width=wide": "^model.width: needs an integer, got 'wide'",
@@ -353,7 +366,9 @@ def test_a_forecast_needs_the_model_of_a_run_only(
 ) -> None:
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv(PLUGINS_VARIABLE, str(written(tmp_path, TRAINING)))
-        saved = as_dict(Composer("train").compose_config(ALL))
+        callback = parse_overrides(["trainer.callbacks.norms.every=2"])[0].input_line
+        saved = as_dict(Composer("train").compose_config([*ALL, str(callback)]))
+    assert saved["trainer"]["callbacks"] == {"norms": {"every": 2}}
     monkeypatch.setattr(saved_config, "read_checkpoint_config", lambda path: saved)
     for group in ("loss", "optimizer"):
         ConfigStore.instance().repo[group].clear()

@@ -190,6 +190,7 @@ def inspect_data(config: Config) -> DataSummary:
     """
     from credit_dp.data.sources.address import is_remote
     from credit_dp.training.console import collect_data_notes
+    from credit_dp.training.start_checks import with_validation
 
     if config.data.name == "quickstart":
         return quickstart_summary(config)
@@ -209,7 +210,8 @@ def inspect_data(config: Config) -> DataSummary:
         from credit_dp.data.statistics_files import check_statistics_files
 
         check_statistics_files(store)
-    splits = [split for split in SPLITS if split != "valid" or config.trainer.validate_every]
+    validates = with_validation(config, store).trainer.validate_every
+    splits = [split for split in SPLITS if split != "valid" or validates]
     lines += sampled_date_lines(store, splits, bool(remote))
     return DataSummary(store, store, lines)
 

@@ -34,8 +34,12 @@ from credit_dp.training.run_folder import RunFolder, with_absolute_paths, write_
 LOG_FILE = "job.log"
 SLURM_PREFIXES = ("srun: ", "slurmstepd: ")  # of lines that SLURM adds after a failure
 RECORDED_STATES = {0: "done", EXIT_PREEMPTED: "preempted"}  # by exit code
-# Keys and values that a run resolves for the machine it runs on, so that its config file differs.
-UNRESOLVED_VALUES = (("device", "auto"), ("parallel.data", None))
+# Keys and values that a run resolves for its machine and data, so that its config file differs.
+UNRESOLVED_VALUES = (
+    ("device", "auto"),
+    ("parallel.data", None),
+    ("trainer.validate_every", None),
+)
 
 
 @final

@@ -70,7 +70,9 @@ class TrainerConfig:
     checkpoint_every: int = 200  # steps between checkpoints; one is also written at the end
     checkpoint_async: bool = True  # write checkpoints in the background
     keep_checkpoints: int = 1  # number of the newest checkpoints that are kept
-    validate_every: int = 0  # steps between validations; 0: none
+    # steps between validations; null: about ten in a run that is long enough, if there are dates for
+    # them; 0: none
+    validate_every: int | None = None
     keep_best: bool = False  # also keep the checkpoint with the lowest validation error
     # stop after so many validations in a row without a lower error; null: train all steps
     patience: int | None = None
@@ -125,7 +127,7 @@ class TrainerConfig:
         checks.at_least("trainer.checkpoint_every", self.checkpoint_every, 1)
         checks.at_least("trainer.keep_checkpoints", self.keep_checkpoints, 1)
         checks.at_least("trainer.validate_every", self.validate_every, 0)
-        if self.keep_best and not self.validate_every:
+        if self.keep_best and self.validate_every == 0:
             raise UserError("trainer.keep_best: needs trainer.validate_every above 0, got 0.")
         checks.at_least("trainer.patience", self.patience, 1)
         if self.patience is not None and not self.validate_every:

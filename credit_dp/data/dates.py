@@ -66,7 +66,7 @@ ONE_TIME = TimesNeeded(1, 1)
 def times_needed(config: Config) -> dict[str, TimesNeeded]:
     """Return the times that each split needs for one batch, one validation and one forecast.
 
-    A run without validations needs none of `valid`.
+    A run without validations needs none of `valid`, nor one that validates only if there are dates.
     """
     frames, trainer = config.model.frames, config.trainer
     leads = [-(-hours // config.data.step_hours) for hours in trainer.evaluate_hours]
@@ -76,7 +76,11 @@ def times_needed(config: Config) -> dict[str, TimesNeeded]:
         "valid": TimesNeeded(frames + min(leads), frames + 1),
         "test": TimesNeeded(frames + max(leads), frames + 1),
     }
-    return needed if trainer.validate_every else needed | {"valid": TimesNeeded(0, 0)}
+    return (
+        needed
+        if trainer.validate_every or trainer.keep_best
+        else needed | {"valid": TimesNeeded(0, 0)}
+    )
 
 
 def date_interval(key: str, text: str, calendar: Calendar = STANDARD) -> Interval:

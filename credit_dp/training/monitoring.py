@@ -58,7 +58,7 @@ class Validation:
         training: Training,
         manager: DomainParallelManager,
     ) -> None:
-        self.every = config.trainer.validate_every
+        self.every = config.trainer.validate_every or config.trainer.steps
         self.batch_size = config.data.batch_size
         self.state = training.trainer.state
         self.rollout = training.ensemble.rollout

@@ -57,7 +57,7 @@ from credit_dp.training.run_folder import (
     resolved_yaml,
     write_run_file,
 )
-from credit_dp.training.start_checks import check_start, check_without_data
+from credit_dp.training.start_checks import check_start, check_without_data, with_validation
 from credit_dp.training.state import ValidationHistory
 from credit_dp.training.summary import summary_lines
 from credit_dp.training.transfer import load_initial_weights
@@ -99,6 +99,8 @@ def run(config: Config, ranks: RankInfo) -> int:
         data = prepare_training_data(config.data, report, check)
         static = list(data.store.channels.static)
         config = replace(config, data=replace(config.data, static=static, optional_static=[]))
+        # A validation is collective: one rank says whether there is one, and when.
+        config = run_on_rank_0(lambda: with_validation(config, data.store))
 
     # 2. Model, loss, optimizer and loader; then weights and state from a checkpoint.
     with explain_out_of_memory(config, ranks):

@@ -6,6 +6,9 @@ but times, names and grid, and the checkpoint that the run starts from.
 
 from __future__ import annotations
 
+import contextlib
+import math
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple, final
@@ -13,7 +16,8 @@ from typing import NamedTuple, final
 import torch
 from torch import nn
 
-from credit_dp.config import Config, OwnLossConfig
+from credit_dp.config import Config, DiffusionConfig, OwnLossConfig
+from credit_dp.data.calendar import Times
 from credit_dp.data.dates import HasTimes
 from credit_dp.data.quickstart.dataset import LEVEL_VARIABLES
 from credit_dp.data.quickstart.dynamics import LEVELS
@@ -21,6 +25,7 @@ from credit_dp.data.sampling import SampleSequence, initial_times, sample_times
 from credit_dp.data.selection import check_levels
 from credit_dp.data.setup import expected_channels, expected_grid
 from credit_dp.data.store import Store
+from credit_dp.errors import UserError, counted
 from credit_dp.fields import Fields
 from credit_dp.models import build_model
 from credit_dp.models.initial_weights import build_on_meta
@@ -38,6 +43,7 @@ from credit_dp.training.loss import (
     check_spectra,
 )
 from credit_dp.training.model_parameters import check_parameter_patterns, check_planned_model
+from credit_dp.training.monitoring import MAX_INITIAL_TIMES
 from credit_dp.training.optim import check_schedule, learning_rate_factors
 from credit_dp.training.state import model_tensors
 from credit_dp.training.transfer import check_initial_weights
@@ -76,6 +82,7 @@ def check_start(
     check_trackers(config.logger)
     config.check_rows(grid[0])
     counts = count_samples(config, data, data_ranks)
+    with_validation(config, data)
     channel_weights(config.loss, channels.output_channels)
     channel_errors(config.loss, channels.output_channels)
     if "bounds" in config.model.fixers:
@@ -99,6 +106,72 @@ def check_start(
     elif config.init_from is not None:
         check_initial_weights(config.init_from, model, config.model, store)
     return counts
+
+
+LEAST_STEPS_BETWEEN = 20  # of training between two validations that nobody has asked for
+VALIDATIONS_IN_RUN = 10
+LARGEST_SHARE = 0.05  # of such validations in the work of the model
+
+
+def validation_times(config: Config, times: HasTimes) -> Times:
+    """Return the times on the validation dates from which a forecast can be scored.
+
+    Raises:
+        UserError: there are none.
+    """
+    leads = [min(config.trainer.evaluate_hours)]
+    return initial_times(times, "valid", leads, config.data.step_hours, config.model.frames)
+
+
+def with_validation(config: Config, times: HasTimes) -> Config:
+    """Return the config with a number in `trainer.validate_every`, where it has null.
+
+    It is 0 if validation has no dates of its own, or if the run is too short.
+
+    Args:
+        config: of the run, with the dates that the store gives it.
+        times: of the store.
+
+    Raises:
+        UserError: `trainer.keep_best` needs validations, but there would be none.
+    """
+    trainer = config.trainer
+    if trainer.validate_every is not None:
+        return config
+    dates = times.config.dates
+    every = 0
+    if dates.valid != dates.test:
+        with contextlib.suppress(UserError):
+            count = min(len(validation_times(config, times)), MAX_INITIAL_TIMES)
+            every = validation_interval(config, times.num_members * count)
+    if trainer.keep_best and not every:
+        raise UserError(
+            f"trainer.keep_best: needs validations, and a run of {counted(trainer.steps, 'step')} "
+            "with these data.dates.valid makes none by itself. Set trainer.validate_every."
+        )
+    return replace(config, trainer=replace(trainer, validate_every=every))
+
+
+def validation_interval(config: Config, forecasts: int) -> int:
+    """Return the number of steps between validations, a multiple of `trainer.log_every`; 0: none.
+
+    Args:
+        config: of the run.
+        forecasts: of a validation, without members that differ in the model's noise.
+    """
+    trainer, model = config.trainer, config.model
+    lead_steps = min(trainer.evaluate_hours) // config.data.step_hours
+    evaluations = 2 * model.sampling_steps if isinstance(model, DiffusionConfig) else 1
+    passes = forecasts * trainer.scored_members * lead_steps * evaluations
+    # The backward pass takes twice as long as the forward pass.
+    passes_of_step = 3 * config.data.batch_size * trainer.members
+    every = max(
+        math.ceil(trainer.steps / VALIDATIONS_IN_RUN),
+        math.ceil(passes / passes_of_step / LARGEST_SHARE),
+        LEAST_STEPS_BETWEEN,
+    )
+    every = math.ceil(every / trainer.log_every) * trainer.log_every
+    return every if every <= trainer.steps else 0
 
 
 def planned_model(config: Config, fields: Fields, grid: tuple[int, int]) -> nn.Module:
@@ -135,7 +208,7 @@ def count_samples(config: Config, times: HasTimes, data_ranks: int) -> SampleCou
     count = times.num_members * len(starts)
     sequence = SampleSequence(count, config.data.batch_size, data_size=data_ranks)
     if trainer.validate_every:
-        initial_times(times, "valid", [min(trainer.evaluate_hours)], step_hours, frames)
+        validation_times(config, times)
     stride = trainer.evaluate_stride_hours
     tests = initial_times(times, "test", trainer.evaluate_hours, stride, frames)
     return SampleCounts(count, sequence.batches_per_epoch, times.num_members * len(tests))

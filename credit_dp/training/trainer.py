@@ -282,7 +282,7 @@ class Trainer:
     def should_save(self, step: int) -> bool:
         """Whether a checkpoint is due after this step."""
         config = self.config
-        candidate = config.keep_best and step % config.validate_every == 0
+        candidate = config.keep_best and step % (config.validate_every or config.steps) == 0
         return candidate or step == config.steps or step % config.checkpoint_every == 0
 
     def sum_over_mesh(self, share: Tensor) -> Tensor:

@@ -11,6 +11,9 @@ from collections.abc import Iterable, Sequence
 # All but tabs and line breaks; also marks that turn the direction of text, and bytes of paths that
 # are not UTF-8.
 CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+# The exponent in a unit: m2 s-2, m**2 s**-2, m^2 s^-2.
+EXPONENT = re.compile(r"(?<=[A-Za-z])(?:\*\*|\^)?(-?\d+)")
+SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 FORMULA = ("=", "+", "-", "@")  # with which formulas of spreadsheets begin
 
 
@@ -22,6 +25,11 @@ def printable(text: str) -> str:
 def in_one_line(text: str) -> str:
     """Return a printable text without tabs and line breaks."""
     return printable(re.sub(r"[\t\r\n]+", " ", text))
+
+
+def superscript(unit: str) -> str:
+    """Return a unit as plain text with superscript exponents: m2, m^2 and m**2 become m²."""
+    return EXPONENT.sub(lambda match: match[1].translate(SUPERSCRIPTS), unit)
 
 
 def csv_text(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:

@@ -41,6 +41,39 @@ class LastingFile(io.FileIO):
             return super().write(data)
 
 
+# Names the file that gets what a run of a sweep would show on the screen; ranks inherit it.
+OUTPUT_VARIABLE = "CREDIT_DP_OUTPUT"
+
+
+@final
+class AppendedFile(io.TextIOBase):
+    """A text file that is open only while it is written to, so that nobody has to close it."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def write(self, text: str, /) -> int:
+        """Append a text."""
+        with open(self.path, "a", encoding="utf-8") as file:
+            return file.write(text)
+
+
+def output_file() -> AppendedFile | None:
+    """Return the file that replaces the screen of this process; None if the screen is used."""
+    path = os.environ.get(OUTPUT_VARIABLE)
+    return AppendedFile(path) if path else None
+
+
+@contextmanager
+def output_to(path: str) -> Iterator[None]:
+    """Let what a run shows, and its warnings, go to a file meanwhile; errors stay on stderr."""
+    os.environ[OUTPUT_VARIABLE] = path
+    try:
+        yield
+    finally:
+        del os.environ[OUTPUT_VARIABLE]
+
+
 def outlive_screen() -> None:
     """Let stdout and stderr of this process be written to when nobody reads them any more.
 

@@ -7,18 +7,25 @@ import contextlib
 import math
 import os
 import signal
+import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 from typing import NoReturn
 
+from credit_dp.distributed.launcher import likely_rank
+
 __all__ = ["main", "train_main"]
 
+# With them nothing is trained.
+SHOWING_OPTIONS = ("--help", "-h", "--cfg", "-c", "--shell-completion", "-sc")
 REPEAT_SECONDS = 2.0  # after Ctrl-C, in which another one counts as the same
 
 
 def main() -> NoReturn:
     """Run the console script `credit-dp`."""
+    if sys.argv[1:2] == ["train"]:
+        say_loading(sys.argv[2:])
     with exit_on_interrupt():
         from credit_dp.cli import entry
     entry.main()
@@ -26,9 +33,21 @@ def main() -> NoReturn:
 
 def train_main() -> NoReturn:
     """Run `train.py`."""
+    say_loading(sys.argv[1:])
     with exit_on_interrupt():
         from credit_dp.cli import entry
     entry.train_main()
+
+
+def say_loading(arguments: Sequence[str]) -> None:
+    """Say on a terminal that a run begins, for the seconds until its first line.
+
+    Once for all ranks of a launcher, and not on stdout, which other programs may read.
+    """
+    shows = any(text.partition("=")[0] in SHOWING_OPTIONS for text in arguments)
+    if not shows and sys.stderr and sys.stderr.isatty() and likely_rank(os.environ) == 0:
+        sys.stderr.write("loading, which takes some seconds\n")
+        sys.stderr.flush()
 
 
 @contextlib.contextmanager

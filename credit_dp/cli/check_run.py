@@ -57,7 +57,7 @@ def check_and_report(config: Config, overrides: Sequence[str]) -> int:
     """
     # These import torch, which takes seconds: here, not at the top, so that --help does not.
     from credit_dp.costs.budget import plan_step
-    from credit_dp.training.start_checks import check_start, check_without_data
+    from credit_dp.training.start_checks import check_start, check_without_data, start_notes
 
     check_without_data(config)
     check_cache(config.data)
@@ -77,7 +77,9 @@ def check_and_report(config: Config, overrides: Sequence[str]) -> int:
     fit = fit_lines(given, overrides)
     resume = [] if path is None else [resume_line(path)]
     plan = plan_step(config)
-    print_lines("The config is valid.", *data.lines, *fit, *resume, *plan_lines(plan, config))
+    notes = [f"note    {note}" for note in start_notes(config)]
+    shown = [*data.lines, *notes, *fit, *resume, *plan_lines(plan, config)]
+    print_lines("The config is valid.", *shown)
     return 1 if plan.report.problems else 0
 
 
@@ -191,6 +193,7 @@ def inspect_data(config: Config) -> DataSummary:
     from credit_dp.data.sources.address import is_remote
     from credit_dp.training.console import collect_data_notes
     from credit_dp.training.start_checks import with_validation
+    from credit_dp.training.summary import unused_line
 
     if config.data.name == "quickstart":
         return quickstart_summary(config)
@@ -201,6 +204,8 @@ def inspect_data(config: Config) -> DataSummary:
     lines += [f"note    {note}" for note in notes]
     lines += [f"dates   {store.dates_note}"] if store.dates_note else []
     lines += sample_lines(config, store)
+    unused = unused_line(store)
+    lines += [f"unused  {unused}"] if unused else []
     if store.num_skipped:
         lines.append(
             "sums    left out, as some hours of their sums are missing: "

@@ -33,12 +33,14 @@ from credit_dp.cli.show_sweep import report_scaling
 from credit_dp.cli.slurm_array import drop_queued, submit
 from credit_dp.cli.start_run import report_errors, run_once
 from credit_dp.cli.sweep_jobs import (
+    LOG_FILE,
     Job,
     JobProcess,
     check_resume,
     failure_cause,
     override_choices,
     plan_jobs,
+    result_line,
     write_record,
     write_submission,
 )
@@ -61,7 +63,7 @@ from credit_dp.distributed.signals import (
     handle_stop,
 )
 from credit_dp.errors import UserError, counted, install_extra
-from credit_dp.process import usable_cores
+from credit_dp.process import output_to, usable_cores
 from credit_dp.training.checkpoint_files import list_checkpoints
 from credit_dp.training.run_folder import RunFolder
 
@@ -224,10 +226,15 @@ def run_here(jobs: Sequence[Job], composer: Composer) -> dict[Path, int]:
     """
     for job in jobs:
         write_submission(job)
+    folder = jobs[0].folder.parent
+    print_lines(f"{counted(len(jobs), 'run')} in {folder}, the output of each in its {LOG_FILE}")
     codes: dict[Path, int] = {}
     for job in jobs:
-        codes[job.folder] = run_recorded(job, composer)
-        if codes[job.folder] == EXIT_PREEMPTED:
+        started = time.monotonic()
+        with output_to(str(job.folder.absolute() / LOG_FILE)):
+            code = codes[job.folder] = run_recorded(job, composer)
+        print_lines(result_line(job, jobs, code, time.monotonic() - started))
+        if code == EXIT_PREEMPTED:
             break
     return codes
 
@@ -260,12 +267,13 @@ def run_recorded(job: Job, composer: Composer) -> int:
 @final
 @dataclass(frozen=True)
 class RunningJob:
-    """A running job, and the cores and GPUs that it uses."""
+    """A running job, the cores and GPUs that it uses, and the moment when it started."""
 
     job: Job
     process: JobProcess
     cores: int
     gpus: Sequence[str]
+    started: float
 
 
 @final
@@ -285,7 +293,7 @@ class LocalSweep:
         node = ClusterNodes(1, self.cores, len(self.gpus))
         request = PlacementRequest(nodes=1)
         self.waiting = [(job, place_ranks(job.config, node, request)) for job in jobs]
-        self.options = options
+        self.jobs, self.options = jobs, options
         self.running: list[RunningJob] = []
         self.codes: dict[Path, int] = {}
         self.stopping = False
@@ -325,7 +333,7 @@ class LocalSweep:
                 return
             command = [*job.command, *self.options]
             process = JobProcess(job.folder, command, environment)
-            self.running.append(RunningJob(job, process, cores, gpus))
+            self.running.append(RunningJob(job, process, cores, gpus, time.monotonic()))
             self.waiting.remove((job, placement))
         self.cores, self.gpus = self.cores - cores, self.gpus[count:]
         name, ranks = job.folder.name, counted(placement.ranks, "rank")
@@ -341,7 +349,8 @@ class LocalSweep:
             self.cores, self.gpus = self.cores + entry.cores, [*self.gpus, *entry.gpus]
             self.codes[entry.job.folder] = code
             cause = f" ({entry.process.cause()})" if code not in (0, EXIT_PREEMPTED) else ""
-            print_lines(f"#{entry.job.folder.name} ended with exit code {code}{cause}")
+            seconds = time.monotonic() - entry.started
+            print_lines(f"{result_line(entry.job, self.jobs, code, seconds)}{cause}")
 
     def stop(self, signal_number: int) -> None:
         """Send a signal to all jobs, and start no more."""

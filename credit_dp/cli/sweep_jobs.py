@@ -1,7 +1,7 @@
 """The jobs of a sweep: their overrides, their folders, their records, and their processes.
 
 Each job has a numbered folder with its overrides (`submitted.json`), a record of its state
-(`job.json`), and, if it has a process of its own, its output (`job.log`). A sweep that is
+(`job.json`), and its output (`job.log`). A sweep that is
 started again recognises its jobs by their overrides: finished ones are left alone, others resume.
 """
 
@@ -28,7 +28,15 @@ from credit_dp.config import Config, as_dict, by_dotted_key
 from credit_dp.distributed.forkserver import die_with_parent, interpreter
 from credit_dp.distributed.signals import EXIT_PREEMPTED, STOP_SIGNALS, signal_name
 from credit_dp.errors import UserError, quote, traceback_message
-from credit_dp.sweeps.read import LAUNCH_KEYS, RECORD_FILE, SUBMISSION_FILE, read_overrides
+from credit_dp.sweeps.read import (
+    LAUNCH_KEYS,
+    RECORD_FILE,
+    RELATIVE_RMSE,
+    SUBMISSION_FILE,
+    read_job,
+    read_overrides,
+)
+from credit_dp.training.console import format_duration
 from credit_dp.training.run_folder import RunFolder, with_absolute_paths, write_run_file
 
 LOG_FILE = "job.log"
@@ -105,6 +113,32 @@ def plan_jobs(composer: Composer, choices: Sequence[Sequence[str]], sweep: Path)
         is_finished = run.config.exists() and run.scores.is_file()
         jobs.append(Job(folder, overrides, config, is_finished))
     return jobs
+
+
+def result_line(job: Job, jobs: Sequence[Job], code: int, seconds: float) -> str:
+    """Return a line about a job that has ended: what sets it apart, how well it did, how long.
+
+    Args:
+        job: that has ended.
+        jobs: of the sweep.
+        code: its exit code.
+        seconds: that it took.
+    """
+    shared = set.intersection(*(set(each.overrides) for each in jobs))
+    texts = [text for text in job.overrides if text not in shared] or job.overrides
+    parts = []
+    if code == EXIT_PREEMPTED:
+        parts.append("stopped")
+    elif code:
+        parts.append(f"failed with exit code {code}")
+    else:
+        found = read_job(job.folder)
+        if "loss" in found.numbers:
+            parts.append(f"loss {found.numbers['loss']:.4g}")
+        if RELATIVE_RMSE in found.metrics:
+            parts.append(f"RMSE {found.metrics[RELATIVE_RMSE]:.3g} of persistence's")
+    parts.append(format_duration(seconds))
+    return f"#{job.folder.name} {' '.join(texts)}: {', '.join(parts)}"
 
 
 def job_identity(overrides: Sequence[str]) -> tuple[str, ...]:

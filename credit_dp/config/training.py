@@ -70,8 +70,8 @@ class TrainerConfig:
     checkpoint_every: int = 200  # steps between checkpoints; one is also written at the end
     checkpoint_async: bool = True  # write checkpoints in the background
     keep_checkpoints: int = 1  # number of the newest checkpoints that are kept
-    # steps between validations; null: about ten in a run that is long enough, if there are dates for
-    # them; 0: none
+    # steps between validations; null: about ten in a run of 20 steps or more, if data.dates.valid
+    # are other dates than those of test; 0: none
     validate_every: int | None = None
     keep_best: bool = False  # also keep the checkpoint with the lowest validation error
     # stop after so many validations in a row without a lower error; null: train all steps

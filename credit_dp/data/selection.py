@@ -63,6 +63,20 @@ def select_channels(source: Source, config: DataConfig) -> Channels:
     return channels
 
 
+def unused_variables(source: Source, channels: Channels) -> list[str]:
+    """Return the readable variables of a source that change in time and are in no list of a run."""
+    names = (*channels.forcing, *channels.static)
+    used = {long_name(channel.variable, channel.level)[0] for channel in channels.output_channels}
+    used |= {long_name(name)[0] for name in names}
+    return [
+        name
+        for name, variable in source.variables.items()
+        if variable.has_time
+        and not variable.problem
+        and long_name(name, next(iter(variable.levels), None))[0] not in used
+    ]
+
+
 def check_hybrid(config: DataConfig, channels: Channels) -> None:
     """Refuse coefficients of another number of model levels than the variables are on."""
     levels = {x.level for x in channels.output_channels if x.level is not None}

@@ -38,7 +38,7 @@ from credit_dp.distributed.process_groups import (
 from credit_dp.distributed.signals import STOP_SIGNALS, read_note_of_parent, unignored
 from credit_dp.errors import UserError
 from credit_dp.plain_text import printable
-from credit_dp.process import outlive_screen
+from credit_dp.process import outlive_screen, output_file
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
@@ -204,7 +204,7 @@ class _PrintableFormatter(logging.Formatter):
 def configure_logging(ranks: RankInfo) -> None:
     """Show this rank's warnings on stderr, and keep lower levels for the log file."""
     prefix = "" if ranks.world_size == 1 else f"[rank {ranks.rank}] "
-    handler = logging.StreamHandler()
+    handler = logging.StreamHandler(output_file())  # None: stderr
     handler.setFormatter(_PrintableFormatter(f"{prefix}%(levelname)s %(name)s: %(message)s"))
     handler.setLevel(logging.WARNING)
     package_logger = logging.getLogger("credit_dp")

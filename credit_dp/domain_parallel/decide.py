@@ -630,7 +630,8 @@ def decision_lines(decision: Decision) -> list[str]:
     lines = []
     if decision.in_view:
         lines += [
-            "Computes through the global view, as its layers can't be converted:",
+            "Computes through the global view, which is exact and needs no change of the model.",
+            "Its layers are not converted one by one, because of this:",
             f"  {decision.refusal}",
         ]
     if decision.unplanned:

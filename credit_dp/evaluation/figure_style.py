@@ -5,7 +5,6 @@ Draw and save figures within `figure_style()`, a `with` block or decorator. Note
 """
 
 import math
-import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from types import MappingProxyType
@@ -15,6 +14,9 @@ import matplotlib
 from cycler import cycler
 from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter
+
+from credit_dp.plain_text import SUPERSCRIPTS
+from credit_dp.plain_text import superscript as superscript
 
 if TYPE_CHECKING:
     from matplotlib.typing import RcKeyType
@@ -71,10 +73,6 @@ RC_PARAMS: "dict[RcKeyType, Any]" = {
 }
 
 PANEL_CHARACTERS = 44  # of a title that fits above a panel of curves
-
-# The exponent in a unit: m2 s-2, m**2 s**-2, m^2 s^-2.
-EXPONENT = re.compile(r"(?<=[A-Za-z])(?:\*\*|\^)?(-?\d+)")
-SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
 @contextmanager
@@ -150,11 +148,6 @@ def power_label(unit: str, length: str = " m") -> str:
 def unit_label(unit: str) -> str:
     """Return a unit for a plot, with superscript exponents."""
     return escape_mathtext(superscript(unit))
-
-
-def superscript(unit: str) -> str:
-    """Return a unit as plain text with superscript exponents: m2, m^2 and m**2 become m²."""
-    return EXPONENT.sub(lambda match: match[1].translate(SUPERSCRIPTS), unit)
 
 
 def power_of_ten_label(value: float, _: float) -> str:

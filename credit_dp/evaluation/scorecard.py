@@ -30,7 +30,7 @@ from credit_dp.evaluation.metric_table import (
     TRUTH,
 )
 from credit_dp.evaluation.metrics import ErrorMap
-from credit_dp.plain_text import csv_text
+from credit_dp.plain_text import csv_text, superscript
 
 MODEL = "model"  # the forecast's name in files and tables of a run
 # With line breaks, because a column of the table is as wide as its longest line.
@@ -168,26 +168,42 @@ class HeldOutScores:
         counts = {"step": step, "initial_times": self.samples, **members}
         return json.dumps({**counts, "units": units, **nested}, indent=2) + "\n"
 
+    def to_csv(self) -> str:
+        """Return CSV with one line for each score; undefined values are empty."""
+        rows = [
+            (
+                *(self.channels[c], METRICS[name].unit(self.units[c]), self.hours[lead], name),
+                *(name_in_runs(source), repr(value) if math.isfinite(value) else ""),
+            )
+            for c, lead, name, source, value in iter_scores(self.scores)
+        ]
+        return csv_text(("field", "unit", "lead_hours", "score", "of", "value"), rows)
+
     def tables(self, width: int) -> list[Table]:
-        """Return the tables; one that does not fit into `width` characters for each lead time."""
-        leads = self.shown_leads
+        """Return short tables: headline fields at the first and at the last requested lead time.
+
+        A table that does not fit into `width` characters has the last lead time alone.
+        """
+        first, last = self.shown_leads[0], self.shown_leads[-1]
         tables = []
         for build in [self.table] + ([self.ensemble_table] if self.members > 1 else []):
-            whole = build(leads)
-            fits = Console(width=UNLIMITED).measure(whole).maximum <= width
-            tables += [whole] if fits else [build([lead]) for lead in leads]
+            table = build(sorted({first, last}))
+            fits = Console(width=UNLIMITED).measure(table).maximum <= width
+            tables.append(table if fits else build([last]))
         return tables
 
     def table(self, leads: Sequence[int]) -> Table:
-        """Return a table with one row per channel and all sources for each lead time."""
+        """Return a table with one row for each headline field, and all sources of each lead."""
+        shown = len(headlines(self.channels))
+        which = f"; {shown} of {len(self.channels)} fields" if shown < len(self.channels) else ""
         return self._table(
-            f"RMSE on held-out dates ({counted(self.samples, 'initial time')})",
+            f"RMSE on held-out dates ({counted(self.samples, 'initial time')}{which})",
             dict(zip(SOURCE_HEADINGS.values(), self.rmse, strict=True)),
             leads,
         )
 
     def ensemble_table(self, leads: Sequence[int]) -> Table:
-        """Return a table with the CRPS of each channel, and the ratio of its spread to its error.
+        """Return a table with the CRPS of headline fields, and of their spread to their error.
 
         Source: Fortin et al. 2014 for the ratio, which is 1 for a reliable ensemble.
         """
@@ -203,8 +219,8 @@ class HeldOutScores:
 
         A narrow terminal wraps the unit, never a number of a single lead time.
         """
-        # Narrow padding: two lead times fit into 80 characters.
-        table = Table(title=title, box=SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
+        # No padding: two lead times fit into 80 characters.
+        table = Table(title=title, box=SIMPLE_HEAD, padding=0, show_edge=False)
         table.add_column("variable", no_wrap=True)
         table.add_column("unit", overflow="fold")
         for hours in (self.hours[lead] for lead in leads):
@@ -212,7 +228,8 @@ class HeldOutScores:
                 style = "bold" if heading == SOURCE_HEADINGS[FORECAST] else None
                 label = f"{hours} h\n{heading}"
                 table.add_column(label, justify="right", style=style, no_wrap=True)
-        for c, (channel, unit) in enumerate(zip(self.channels, self.units, strict=True)):
+        for c in headlines(self.channels):
+            channel, unit = self.channels[c], superscript(self.units[c])
             cells = [three_digits(x[lead, c]) for lead in leads for x in columns.values()]
             table.add_row(channel, unit, *cells)
         return table
@@ -225,8 +242,10 @@ def name_in_runs(source: str) -> str:
 
 def three_digits(value: float) -> str:
     """Return a number with three significant digits; as an integer from 1000 to a million."""
-    # 1.23e+03 is longer and harder to read than 1234.
-    return f"{value:.0f}" if 999.5 <= abs(value) < 1e6 else f"{value:.3g}"
+    # 1.23e+03 is longer and harder to read than 1234, and 0.000123 longer than 1.23e-4.
+    if 999.5 <= abs(value) < 1e6:
+        return f"{value:.0f}"
+    return f"{value:.2e}".replace("e-0", "e-") if 0 < abs(value) < 1e-3 else f"{value:.3g}"
 
 
 RANK_COLUMNS = ("variable", "level", "lead_hours", "rank", "frequency")

@@ -23,6 +23,7 @@ from rich.text import Text
 
 from credit_dp.distributed.worker import EarlyRecords
 from credit_dp.plain_text import printable
+from credit_dp.process import output_file
 
 # Loggers whose messages are about the data and their dates.
 DATA_LOGGERS = ("credit_dp.data", "credit_dp.training.run.dates")
@@ -81,7 +82,7 @@ class Screen:
 
         Works on every rank: only the rank that does the work calls it, while the others wait.
         """
-        console = self.console or Console()
+        console = self.console or Console(file=output_file())
         if not console.is_terminal:
             yield TaskLines(Screen(console).show)
             return
@@ -205,7 +206,7 @@ def live_progress(console: Console, counts: bool = True) -> Progress:
 
 def screen_for(rank: int) -> Screen:
     """Return the screen of one rank: only rank 0 shows anything except `Screen.report`."""
-    return Screen(Console() if rank == 0 else None)
+    return Screen(Console(file=output_file()) if rank == 0 else None)
 
 
 @contextmanager

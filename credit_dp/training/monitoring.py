@@ -190,7 +190,8 @@ class TrainingMonitor:
         scores: of the validation after the last step, by name; empty if there was none.
         validation_error: of them, or None: the RMSE, of ensembles the CRPS.
         map: of the validation after the last step, or None.
-        note: text for the progress bar.
+        note: text for the progress bar: the loss of the last global batch that was logged, and the
+            last validation's error, with their steps.
         work: see `Screen.bar`.
     """
 
@@ -239,13 +240,13 @@ class TrainingMonitor:
         if record.loss is None:
             return {}
         metrics = record.metrics()
-        self._loss = f"loss {record.loss:.4f}"
+        self._loss = f"loss {record.loss:.4f} (step {record.step})"
         scores = self.scores = self._validate(record.step) if validate else {}
         self.validation_error = scores.get("validation_crps", scores.get("validation_rmse"))
         if self.validation_error is not None:
             self.training.trainer.state.validations.add(self.validation_error)
             metrics |= scores
-            self._validated = f"validation {self.validation_error:.4f}"
+            self._validated = f"validation {self.validation_error:.4f} (step {record.step})"
         self.note = "  ".join(part for part in (self._loss, self._validated) if part)
         return metrics
 

@@ -57,7 +57,12 @@ from credit_dp.training.run_folder import (
     resolved_yaml,
     write_run_file,
 )
-from credit_dp.training.start_checks import check_start, check_without_data, with_validation
+from credit_dp.training.start_checks import (
+    check_start,
+    check_without_data,
+    start_notes,
+    with_validation,
+)
 from credit_dp.training.state import ValidationHistory
 from credit_dp.training.summary import summary_lines
 from credit_dp.training.transfer import load_initial_weights
@@ -324,7 +329,7 @@ class _Run:
             for line in summary_lines(self.config, self.data, self.training, self.manager):
                 self.screen.show(line)
             self.screen.show(f"{'page':<11}{self.folder.page}")
-            for note in notes:
+            for note in [*notes, *start_notes(self.config)]:
                 self.screen.show(f"{'note':<11}{note}")
 
     def open_page(self, tracker: Tracker) -> "LivePage | None":
@@ -435,6 +440,8 @@ class _Run:
         """Write and show the scores, draw the plots, and show where everything is; collective."""
         # Before the plots: the scores stay if a plot fails.
         if self._is_rank_0:
+            write_run_file(self.folder.score_table, scores.to_csv())
+            # The last: a run that has it is finished.
             write_run_file(self.folder.scores, scores.to_json(self.training.trainer.state.step))
         for table in scores.tables(self.screen.width):
             self.screen.show(table)

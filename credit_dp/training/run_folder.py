@@ -13,7 +13,7 @@ import socket
 import subprocess
 import sys
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -67,6 +67,11 @@ class RunFolder:
         return self.path / "trace-rank0.json"
 
     @property
+    def score_table(self) -> Path:
+        """The same scores as a table."""
+        return self.path / "scores.csv"
+
+    @property
     def map_plot(self) -> Path:
         """Maps of forecast, truth and error of one field."""
         return self.path / "forecast.png"
@@ -113,33 +118,30 @@ class RunFolder:
         return " ".join([*folder, "resume=auto"])
 
     def last_lines(self) -> list[str]:
-        """Return the lines at the end of a run, which name its files; what to look at is last.
+        """Return the lines at the end of a run, which name its folder once and then its files.
 
         Files that do not exist are left out: a run that only evaluates has no checkpoints.
         """
         files = {
-            "checkpoint": [self.checkpoints],
-            "training log": [self.log],
-            "config": [self.config],
-            "code": [self.code],
-            "trace": [self.trace],
+            "page": [self.page],
+            "scores": [self.scores, self.score_table],
+            "plots": [
+                *(self.map_plot, self.loss_plot, self.rmse_plot),
+                *(self.spectra_plot, self.errors_plot),
+            ],
+            "training": [self.log, self.checkpoints, self.trace],
+            "set-up": [self.config, self.code],
         }
-        plots = [self.map_plot, self.loss_plot, self.rmse_plot, self.spectra_plot, self.errors_plot]
-        results = {"scores": [self.scores], "plots": plots, "page": [self.page]}
+        existing = {
+            label: [
+                f"{path.name}/" if path.is_dir() else path.name for path in paths if path.exists()
+            ]
+            for label, paths in files.items()
+        }
         return [
-            *self._lines(files),
+            f"{'written to':<13}{self.path}",
+            *(f"  {label:<11}{', '.join(names)}" for label, names in existing.items() if names),
             f"{'once more':<13}{self.rerun_command}",
-            *self._lines(results),
-        ]
-
-    @staticmethod
-    def _lines(files: Mapping[str, Sequence[Path]]) -> list[str]:
-        """Return a line for each file that exists, the first of a kind with its label."""
-        existing = {label: filter(Path.exists, paths) for label, paths in files.items()}
-        return [
-            f"{'' if number else label:<13}{path}"
-            for label, paths in existing.items()
-            for number, path in enumerate(paths)
         ]
 
 

@@ -108,6 +108,17 @@ def check_start(
     return counts
 
 
+def start_notes(config: Config) -> list[str]:
+    """Return lines about keys that allow a run, but that the user may not have meant."""
+    warmup, steps = config.optimizer.warmup_steps, config.trainer.steps
+    if warmup < max(2, steps):
+        return []
+    return [
+        f"optimizer.warmup_steps: {warmup} is not below trainer.steps, which is {steps}: the "
+        "learning rate rises until the end. Lower optimizer.warmup_steps, or raise trainer.steps."
+    ]
+
+
 LEAST_STEPS_BETWEEN = 20  # of training between two validations that nobody has asked for
 VALIDATIONS_IN_RUN = 10
 LARGEST_SHARE = 0.05  # of such validations in the work of the model
@@ -203,7 +214,6 @@ def count_samples(config: Config, times: HasTimes, data_ranks: int) -> SampleCou
         UserError: there are too few.
     """
     trainer, frames = config.trainer, config.model.frames
-    step_hours = config.data.step_hours
     starts = sample_times(times, "train", frames, trainer.longest_rollout)
     count = times.num_members * len(starts)
     sequence = SampleSequence(count, config.data.batch_size, data_size=data_ranks)

@@ -14,7 +14,10 @@ from torch import Tensor
 
 from credit_dp.config import Config, DataConfig, members_per_rank, microbatches_per_step
 from credit_dp.config.training import TrainerConfig
+from credit_dp.data.channels import Channels
+from credit_dp.data.selection import unused_variables
 from credit_dp.data.setup import TrainingData
+from credit_dp.data.store import Store
 from credit_dp.distributed.collectives import all_gather_object
 from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.domain_parallel.decide import way_of, whole_call_lines
@@ -23,6 +26,7 @@ from credit_dp.domain_parallel.recomputation import checkpointed
 from credit_dp.domain_parallel.view.attach import attached_view
 from credit_dp.errors import counted
 from credit_dp.models.segments import SegmentedModel
+from credit_dp.plain_text import in_one_line
 from credit_dp.training.build_training import Training
 from credit_dp.training.forward_backward import recomputed_modules
 from credit_dp.training.loss import members_sent
@@ -160,8 +164,12 @@ def summary_lines(
         "model": model_line(config, training),
         "mesh": mesh_line(manager, prepared.store.grid[0]),
         "data": data_line(config.data, prepared, training),
+        "variables": variables_line(prepared.store.channels),
+        "inputs": inputs_line(prepared.store.channels),
+        "unused": unused_line(prepared.store),
         "batch": batch_line(config, manager),
         "training": training_line(config, training),
+        "validation": validation_line(config),
         "sent": sent_line(estimate),
         "memory": memory_line(estimate),
         "disk": disk_line(config, estimate),
@@ -228,6 +236,54 @@ def data_line(data: DataConfig, prepared: TrainingData, training: Training) -> s
         f"{data.name}, {first} to {last}, {counted(samples, 'sample')} of "
         f"{counted(fields, 'field')} on {rows} x {columns} points"
     )
+
+
+MAX_NAMES = 12  # of variables in a line
+
+
+def variables_line(channels: Channels) -> str:
+    """Return the variables that are forecast, and the levels of those that are on levels."""
+    outputs = channels.output_channels
+    levels = list(dict.fromkeys(c.level for c in outputs if c.level is not None))
+    upper = dict.fromkeys(c.variable for c in outputs if c.level is not None)
+    surface = dict.fromkeys(c.variable for c in outputs if c.level is None)
+    parts = []
+    if upper:
+        ends = f"{levels[0]} to {levels[-1]}" if len(levels) > 1 else levels[0]
+        parts.append(f"{listed(upper)} on {counted(len(levels), 'level')} ({ends})")
+    if surface:
+        parts.append(listed(surface))
+    if channels.diagnostic:
+        names = dict.fromkeys(channel.variable for channel in channels.diagnostic)
+        parts.append(f"never an input: {listed(names)}")
+    return "; ".join(parts)
+
+
+def inputs_line(channels: Channels) -> str:
+    """Return the variables that the model gets besides those that it forecasts."""
+    return listed([*channels.forcing, *channels.static])
+
+
+def unused_line(store: Store) -> str:
+    """Return the variables of the store that the run does not use, and the key to change."""
+    names = unused_variables(store.source, store.channels)
+    return f"{listed(names)}: add what you need to data.prognostic" if names else ""
+
+
+def listed(names: Iterable[str]) -> str:
+    """Return names separated by commas; of many the first ones, and how many more there are."""
+    texts = [in_one_line(name) for name in names]
+    more = len(texts) - MAX_NAMES
+    return ", ".join(texts[:MAX_NAMES]) + (f" and {more:,} more" if more > 0 else "")
+
+
+def validation_line(config: Config) -> str:
+    """Return when a run validates, and on which dates."""
+    every = config.trainer.validate_every
+    if not every:
+        return "none"
+    first, last = config.data.dates.valid
+    return f"every {counted(every, 'step')}, from {first} to {last}"
 
 
 def batch_line(config: Config, manager: DomainParallelManager) -> str:

@@ -148,7 +148,7 @@ def _check_list_of_levels(monkeypatch: pytest.MonkeyPatch) -> None:
     few_rows = ("data.grid=24x48", "parallel.domain=16")
     code, out, err = plan(monkeypatch, *few_rows)
     assert (code, err) == (0, "")
-    assert "as its layers can't be converted:\n  down.0: 12 rows can't be shared by 16" in out
+    assert "one by one, because of this:\n  down.0: 12 rows can't be shared by 16" in out
     assert "down.0.conv, credit_dp/models/unet.py" not in out  # 12 rows, but 24 columns
     assert "down.1.conv, credit_dp/models/unet.py" in out  # 6 rows and 12 columns
     arguments = (*few_rows, "parallel.whole_ops=refuse")

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import sys
 from pathlib import Path
@@ -78,7 +79,10 @@ def test_a_job_that_fails_does_not_stop_the_others(sweep: Path) -> None:
     assert code == 1
     assert states(sweep) == ["failed", "done", "done"]
     assert json.loads((sweep / "0/job.json").read_text())["cause"] == "three is not allowed"
-    assert "#0 ended with exit code 1 (three is not allowed)" in out
+    assert re.search(
+        r"^#0 seed=3: failed with exit code 1, .* s \(three is not allowed\)$", out, re.M
+    )
+    assert re.search(r"^#1 seed=1: [\d.]+ s$", out, re.M)  # it has no scores
     assert "--multirun: 1 of 3 runs failed: 0. See `credit-dp sweep show " in err
 
 

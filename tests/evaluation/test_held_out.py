@@ -1,5 +1,6 @@
 """Scores and the example field on several meshes against numpy on the whole store."""
 
+import csv
 import io
 import json
 import re
@@ -18,7 +19,7 @@ from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.errors import UserError
 from credit_dp.evaluation.held_out import HeldOutData, curve_hours, evaluate, example_map
 from credit_dp.evaluation.maps import FieldMap
-from credit_dp.evaluation.scorecard import HeldOutScores, three_digits
+from credit_dp.evaluation.scorecard import MAX_HEADLINES, HeldOutScores, three_digits
 from credit_dp.training.forecast_step import EnsembleForecast, ForecastStep
 from tests.ranks import on_processes, on_threads
 from tests.training.runs import alone, make_config, make_store, tiny_unet
@@ -85,7 +86,16 @@ def test_scores_are_those_of_the_definition(config):
     assert rmse[scores.channels[2]]["6h"]["persistence"] == value
     assert scores.scalars()[f"rmse/{scores.channels[2]}/6h/persistence"] == value
     (table,) = scores.tables(80)
-    assert (table.row_count, len(table.columns)) == (len(scores.channels), 2 + 2 * 3)
+    assert (table.row_count, len(table.columns)) == (MAX_HEADLINES, 2 + 2 * 3)
+    # All of them as a table: sources and lead times of each field.
+    rows = [*csv.DictReader(io.StringIO(scores.to_csv()))]
+    assert len(rows) == scores.rmse.size
+    (row,) = (
+        row
+        for row in rows
+        if (row["field"], row["lead_hours"], row["of"]) == (scores.channels[2], "6", "persistence")
+    )
+    assert (row["score"], float(row["value"])) == ("rmse", value)
 
 
 def rise_after_two(x: torch.Tensor) -> torch.Tensor:
@@ -160,24 +170,47 @@ def test_tables_and_loggers_have_the_lead_times_that_were_requested() -> None:
 
 
 def test_numbers_stay_short_and_none_is_cut_off_where_many_lead_times_do_not_fit():
-    numbers = (0.00123456, 0.5, 12.345, 999.4, 999.6, 1036.4, 123456.0, 12345678.0)
-    shown = ["0.00123", "0.5", "12.3", "999", "1000", "1036", "123456", "1.23e+07"]
+    numbers = (0.000123456, 0.00123456, 0.5, 12.345, 999.4, 999.6, 1036.4, 123456.0, 12345678.0)
+    shown = ["1.23e-4", "0.00123", "0.5", "12.3", "999", "1000", "1036", "123456", "1.23e+07"]
     assert [three_digits(number) for number in numbers] == shown
-    channels = ("10m_u_component_of_wind", "specific_humidity_1000")
+    channels = ("10m_u_component_of_wind", "specific_humidity_700")
     rmse = np.arange(1.0, 19).reshape(3, 3, 2) / 8 + 100
+    rmse[:, :, 1] *= 1e-6
     scores = HeldOutScores(channels, ("m s**-1", "kg kg**-1"), (6, 24, 72), {"rmse": rmse}, 5)
-    for width, blocks in ((80, 3), (200, 1)):
+    for width, shown_leads in ((80, [0, 2]), (60, [2])):
         text = io.StringIO()
         console = Console(file=text, width=width)
-        tables = scores.tables(console.width)
-        assert len(tables) == blocks, width
-        for table in tables:
-            console.print(table)
+        (table,) = scores.tables(console.width)
+        console.print(table)
         printed = text.getvalue()
         assert "…" not in printed, width
-        found = sorted(re.findall(r"\b1\d\d\b(?! ini)", printed))
-        assert found == sorted(map(three_digits, rmse.ravel())), width
-        assert all(f"{hours} h" in printed for hours in (6, 24, 72)), width
+        assert "kg kg⁻¹" in printed, width
+        found = sorted(re.findall(r"\b1\d\d\b(?! ini)|1\.\d\de-4", printed))
+        assert found == sorted(map(three_digits, rmse[:, shown_leads].ravel())), width
+        named = [hours for hours in (6, 24, 72) if f" {hours} h" in printed]
+        assert named == [scores.hours[lead] for lead in shown_leads], width
+
+
+def test_the_table_at_the_end_of_a_run_is_short():
+    """Of 34 fields at ten lead times, headline fields at the first and the last."""
+    levels = (50, 100, 250, 500, 700, 850, 925, 1000)
+    names = [f"{name}_{level}" for name in ("geopotential", "temperature") for level in levels]
+    names += [f"specific_humidity_{level}" for level in levels]
+    names += [f"field{number}" for number in range(10)]
+    hours = tuple(range(24, 264, 24))
+    rmse = np.ones((3, len(hours), len(names)))
+    scores = HeldOutScores(tuple(names), ("m",) * len(names), hours, {"rmse": rmse}, 5)
+    text = io.StringIO()
+    console = Console(file=text, width=80)
+    for table in scores.tables(80):
+        console.print(table)
+    lines = text.getvalue().splitlines()
+    assert len(lines) <= 15
+    assert "6 of 34 fields" in lines[0]
+    assert [line.split()[0] for line in lines[-6:]] == [
+        *("geopotential_50", "geopotential_100", "geopotential_250"),
+        *("geopotential_500", "temperature_850", "specific_humidity_700"),
+    ]
 
 
 @pytest.mark.slow

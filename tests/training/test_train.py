@@ -35,7 +35,7 @@ from tests.ranks import on_processes
 from tests.tier_cases import tiers
 from tests.training.runs import alone, built, make_config, make_store
 
-FILES = {"checkpoint", "config.yaml", "metrics.csv", "metrics.json"}
+FILES = {"checkpoint", "config.yaml", "metrics.csv", "metrics.json", "scores.csv"}
 PLOTS = {"errors.png", "forecast.png", "loss.png", "rmse.png", "spectra.png"}
 ASIDE = {"code.diff", "logs", "run.html", *PLOTS}
 
@@ -75,11 +75,12 @@ def test_a_run_leaves_all_its_files_and_says_where(finished):
     config, said = finished
     folder = Path(config.run.dir)
     assert {path.name for path in folder.iterdir()} == FILES | ASIDE
-    assert all(str(folder / name) in said for name in FILES)
-    names = re.findall(r"^(?:plots)? +\S*/(\w+\.png)$", said, re.MULTILINE)
-    assert set(names) == PLOTS
-    assert len(names) == len(PLOTS)
-    assert said.endswith(f"{folder}/run.html\n")
+    listed = said.partition(f"\nwritten to   {folder}\n")[2]
+    names = re.findall(r"[\w-]+(?:\.\w+|/(?=,|$))", listed.partition("once more")[0], re.MULTILINE)
+    files = {*FILES, *PLOTS, "code.diff", "checkpoint/", "run.html"} - {"checkpoint"}
+    assert sorted(names) == sorted(files)
+    assert said.endswith(f"once more    credit-dp train --again {folder}\n")
+    assert said.count(str(folder)) == 4  # also where it begins, with its page
     assert "geopotential_500" in said
     assert "persis-" in said
 

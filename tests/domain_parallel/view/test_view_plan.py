@@ -401,7 +401,8 @@ def test_the_plan_and_the_summary_have_lines_about_whole_calls():
 
     model = _around(_Inverts(), _Inverts())
     lines = "\n".join(decision_lines(plan_report(model, SHAPE, 2)))
-    assert "Computes through the global view, as its layers can't be converted:\n  1 (" in lines
+    assert "Computes through the global view, which is exact" in lines
+    assert "Its layers are not converted one by one, because of this:\n  1 (" in lines
     assert "test_view_plan.py:" in lines
     assert "linalg_pinv runs whole on every rank, once, gathers 5.0 kB, holds" in lines
     assert "the largest gathered tensor: " in lines

@@ -68,13 +68,13 @@ def unused_variables(source: Source, channels: Channels) -> list[str]:
     names = (*channels.forcing, *channels.static)
     used = {long_name(channel.variable, channel.level)[0] for channel in channels.output_channels}
     used |= {long_name(name)[0] for name in names}
-    return [
+    return sorted(
         name
         for name, variable in source.variables.items()
         if variable.has_time
         and not variable.problem
         and long_name(name, next(iter(variable.levels), None))[0] not in used
-    ]
+    )
 
 
 def check_hybrid(config: DataConfig, channels: Channels) -> None:

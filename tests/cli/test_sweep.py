@@ -10,10 +10,17 @@ from pathlib import Path
 import pytest
 
 from credit_dp.cli import sweep as sweep_module
-from credit_dp.cli.sweep_jobs import Job
+from credit_dp.cli.compose import Composer
+from credit_dp.cli.entry import run_command
+from credit_dp.cli.sweep_jobs import Job, result_line
+from credit_dp.cli.train import train
 from credit_dp.distributed.peer_monitor import process_has_ended
+from credit_dp.distributed.signals import EXIT_PREEMPTED
+from credit_dp.process import OUTPUT_VARIABLE
 from credit_dp.sweeps import read_sweep
 from tests.cli.invocation import answer, refusal
+from tests.data import stores
+from tests.sweeps.folders import write_done
 
 LOCAL = ("-m", "hydra/launcher=local", "device=cpu", "run.name=many")
 # A job records when it ran, and then does what its seed says.
@@ -155,3 +162,45 @@ def test_values_of_a_launcher_are_checked(monkeypatch: pytest.MonkeyPatch) -> No
     assert "hydra.launcher.signal_delay_s: 120 s before the end of a job is too early" in line
     line = refusal(monkeypatch, *slurm, "hydra.launcher.timeout_mins=3")
     assert "timeout_mins" in line
+
+
+def test_a_run_of_a_sweep_has_one_line(tmp_path: Path) -> None:
+    """What sets it apart, its last loss, the ratio of its errors, and its time."""
+    config = Composer("train").compose_config([])
+    jobs, codes = [], []
+    for number, code in enumerate((0, 2, EXIT_PREEMPTED)):
+        write_done(tmp_path / str(number), model=3.0)
+        overrides = ("model=unet", f"seed={number}")
+        jobs.append(Job(tmp_path / str(number), overrides, config, is_finished=False))
+        codes.append(code)
+    assert [result_line(job, jobs, code, 75.0) for job, code in zip(jobs, codes, strict=True)] == [
+        "#0 seed=0: loss 0.03333, RMSE 0.3 of persistence's, 75 s",
+        "#1 seed=1: failed with exit code 2, 75 s",
+        "#2 seed=2: stopped, 75 s",
+    ]
+    assert result_line(jobs[0], jobs[:1], 0, 75.0).startswith("#0 model=unet seed=0: loss")
+
+
+@pytest.mark.slow
+def test_runs_of_a_sweep_in_this_process_write_to_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    store = stores.write(stores.dataset(24, 32, 60), tmp_path / "s.zarr")
+    monkeypatch.chdir(tmp_path)
+    keys = ("experiment=fast", "data=zarr", f"data.store={store}", "run.name=many", "device=cpu")
+    fields = ("data.prognostic=[temperature]", f"data.cache={tmp_path}/cache")
+    ranks = ("parallel.domain=1,2", "trainer.gradient_clip=1", "trainer.evaluate_hours=[6]")
+    code = run_command(train, ["-m", *keys, *fields, *ranks], "train")
+    out, err = capfd.readouterr()
+    assert (code, err) == (0, "")
+    folder = tmp_path / "outputs/many"
+    head, *lines = out.splitlines()
+    assert head == "2 runs in outputs/many, the output of each in its job.log"
+    pattern = r"#{} parallel.domain={}: loss [\d.]+, RMSE [\d.]+ of persistence's, .* s"
+    for number, line in enumerate(lines):
+        assert re.fullmatch(pattern.format(number, number + 1), line), line
+        log = (folder / str(number) / "job.log").read_text()
+        assert "RMSE on held-out dates" in log
+        assert "training 5/5  loss " in log
+    assert len(lines) == 2
+    assert OUTPUT_VARIABLE not in os.environ

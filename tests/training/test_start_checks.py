@@ -12,10 +12,13 @@ from credit_dp.cli.compose import Composer
 from credit_dp.cli.overrides import parse_overrides
 from credit_dp.config import Config
 from credit_dp.data import setup
+from credit_dp.data.dates import times_needed
+from credit_dp.data.store import Store
 from credit_dp.distributed.launcher import RankInfo
 from credit_dp.errors import UserError
 from credit_dp.training.run import run
 from credit_dp.training.run_folder import resolved_yaml
+from credit_dp.training.start_checks import start_notes, with_validation
 from tests.checkpoints import save_checkpoint
 from tests.cli.invocation import refusal
 from tests.data import stores
@@ -134,3 +137,47 @@ def without_key(patch: pytest.MonkeyPatch) -> None:
     patch.delenv("WANDB_MODE", raising=False)
     wandb = SimpleNamespace(login=lambda prompt: prompt)
     patch.setattr("credit_dp.training.loggers.import_wandb", lambda: wandb)
+
+
+@pytest.mark.parametrize(
+    ("more", "every"),
+    [
+        (["trainer.steps=19"], 0),
+        (["trainer.steps=20"], 20),
+        (["trainer.steps=450"], 50),  # 45, as a multiple of trainer.log_every
+        (["trainer.steps=450", "trainer.log_every=1"], 45),
+        # Of 8 forecasts of 10 steps, 80 forward passes: a twentieth of 3 passes for each of 4
+        # samples a step.
+        (["trainer.steps=450", "trainer.evaluate_hours=[60]"], 140),
+        (["trainer.steps=450", "trainer.validate_every=7"], 7),
+        (["trainer.steps=450", "trainer.validate_every=0"], 0),
+        (["trainer.steps=450", "data.dates.valid=[2000-01-09,2000-01-10]"], 0),  # those of test
+        (["trainer.steps=450", "trainer.evaluate_hours=[240]"], 0),  # longer than the dates
+    ],
+)
+def test_a_run_validates_about_ten_times_if_it_has_dates_for_it(
+    folder: Path, more: list[str], every: int
+) -> None:
+    valid = ["data.dates.valid=[2000-01-04,2000-01-08]"]
+    config = composed(folder, *valid, *more)
+    assert with_validation(config, Store.open(config.data)).trainer.validate_every == every
+
+
+def test_the_best_checkpoint_needs_validations(folder: Path) -> None:
+    keys = ["trainer.keep_best=true", "trainer.steps=19"]
+    config = composed(folder, *keys)
+    with pytest.raises(UserError, match=r"^trainer\.keep_best: needs validations, .* 19 steps"):
+        with_validation(config, Store.open(config.data))
+    long = composed(folder, "trainer.keep_best=true", "trainer.steps=40")
+    assert with_validation(long, Store.open(long.data)).trainer.validate_every == 20
+    # Dates that are chosen leave some for them.
+    config = composed(folder, *keys, "data.dates=auto")
+    assert times_needed(config)["valid"].number == 2
+
+
+def test_a_warm_up_that_never_ends_is_noted(folder: Path) -> None:
+    for warmup, steps, noted in ((50, 50, True), (50, 51, False), (0, 1, False), (1, 1, False)):
+        keys = (f"optimizer.warmup_steps={warmup}", f"trainer.steps={steps}")
+        notes = start_notes(composed(folder, *keys))
+        assert len(notes) == noted, keys
+        assert all(f"warmup_steps: {warmup} " in x and f"which is {steps}:" in x for x in notes)

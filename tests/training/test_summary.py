@@ -5,11 +5,20 @@ from functools import partial
 import pytest
 
 from credit_dp.config import TrainerConfig
+from credit_dp.data.channels import Channel, Channels
 from credit_dp.data.setup import prepare_training_data
+from credit_dp.data.store import Store
 from credit_dp.training import console
 from credit_dp.training.console import EtaMessage, format_duration
 from credit_dp.training.state import MODEL_PREFIX, OPTIMIZER_PREFIX
-from credit_dp.training.summary import estimate_run, summary_lines
+from credit_dp.training.summary import (
+    estimate_run,
+    inputs_line,
+    summary_lines,
+    unused_line,
+    variables_line,
+)
+from tests.data import stores
 from tests.ranks import on_processes
 from tests.tier_cases import tiers
 from tests.training.runs import alone, built, make_config, make_store
@@ -60,6 +69,29 @@ def test_the_summary_fits_on_a_screen(config):
         assert part in text
     assert "2 from step 0" in text
     assert "activations" in text
+
+
+def test_variables_are_listed_and_those_that_are_left_out(tmp_path):
+    data = stores.dataset(12, 16)
+    wind = data["temperature"].rename("u_component_of_wind")
+    level = data["temperature"].sel(level=500, drop=True).rename("t_500")  # of a variable in use
+    gusts = {f"gust{number:02}": data["solar"] for number in range(30)}
+    stores.write(
+        data.assign(u=wind, t_500=level, mask=data["land_sea_mask"], **gusts), tmp_path / "s"
+    )
+    store = Store.open(stores.config(tmp_path / "s", diagnostic=["solar"], forcing=[]))
+    assert variables_line(store.channels) == (
+        "geopotential, temperature on 3 levels (500 to 1000); 2m_temperature, solar; "
+        "never an input: solar"
+    )
+    assert inputs_line(store.channels) == "geopotential_at_surface, land_sea_mask"
+    first = ", ".join(f"gust{number:02}" for number in range(12))
+    assert unused_line(store) == f"{first} and 19 more: add what you need to data.prognostic"
+    names = [f"field{number}" for number in range(200)]
+    many = variables_line(Channels(tuple(map(Channel, names)), (), ()))
+    assert many == f"{', '.join(names[:12])} and 188 more"
+    store = Store.open(stores.config(stores.write(data, tmp_path / "t")))
+    assert unused_line(store) == ""
 
 
 @pytest.mark.slow

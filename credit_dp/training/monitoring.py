@@ -191,7 +191,7 @@ class TrainingMonitor:
         validation_error: of them, or None: the RMSE, of ensembles the CRPS.
         map: of the validation after the last step, or None.
         note: text for the progress bar: the loss of the last global batch that was logged, and the
-            last validation's error, with their steps.
+            error of the last validation.
         work: see `Screen.bar`.
     """
 
@@ -240,13 +240,15 @@ class TrainingMonitor:
         if record.loss is None:
             return {}
         metrics = record.metrics()
-        self._loss = f"loss {record.loss:.4f} (step {record.step})"
+        # It stays on the screen until the next step that is logged.
+        step = f" (step {record.step})" if self.config.trainer.log_every > 1 else ""
+        self._loss = f"loss {record.loss:.4f}{step}"
         scores = self.scores = self._validate(record.step) if validate else {}
         self.validation_error = scores.get("validation_crps", scores.get("validation_rmse"))
         if self.validation_error is not None:
             self.training.trainer.state.validations.add(self.validation_error)
             metrics |= scores
-            self._validated = f"validation {self.validation_error:.4f} (step {record.step})"
+            self._validated = f"validation {self.validation_error:.4f}"
         self.note = "  ".join(part for part in (self._loss, self._validated) if part)
         return metrics
 

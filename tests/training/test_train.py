@@ -312,3 +312,22 @@ def test_gradients_are_clipped_by_their_global_norm(config):
     grads = [p.grad.norm() for p in trainer.state.parameters.values() if p.grad is not None]
     assert norm > 1e-2
     assert torch.stack(grads).norm().item() == pytest.approx(1e-3, rel=1e-2)
+
+
+@pytest.mark.slow
+def test_a_long_run_validates_by_itself_and_trains_as_without(config):
+    """The number of steps between validations is in its config, those of a shorter run are none."""
+    found = []
+    for name, every in (("itself", None), ("never", 0)):
+        trainer = replace(config.trainer, steps=20, log_every=10, validate_every=every)
+        folder = f"{config.run.dir}-{name}"
+        changed = replace(config, trainer=trainer, run=replace(config.run, dir=folder))
+        assert run(changed, RankInfo()) == 0
+        rows = log_of(changed)
+        saved = OmegaConf.load(Path(folder) / "config.yaml")
+        validated = [row["step"] for row in rows if row.get("validation_rmse")]
+        found.append((saved.trainer.validate_every, validated))
+        found.append([(row["step"], row["loss"], row["grad_norm"]) for row in rows])
+    assert found[0] == (20, ["20"])
+    assert found[2] == (0, [])
+    assert found[1] == found[3]

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, TypeVar, final
+from typing import Any, TextIO, TypeVar, cast, final
 
 Result = TypeVar("Result")
 
@@ -58,10 +58,10 @@ class AppendedFile(io.TextIOBase):
             return file.write(text)
 
 
-def output_file() -> AppendedFile | None:
+def output_file() -> TextIO | None:
     """Return the file that replaces the screen of this process; None if the screen is used."""
     path = os.environ.get(OUTPUT_VARIABLE)
-    return AppendedFile(path) if path else None
+    return cast(TextIO, AppendedFile(path)) if path else None
 
 
 @contextmanager

@@ -136,9 +136,10 @@ def result_line(job: Job, jobs: Sequence[Job], code: int, seconds: float) -> str
         if "loss" in found.numbers:
             parts.append(f"loss {found.numbers['loss']:.4g}")
         if RELATIVE_RMSE in found.metrics:
-            parts.append(f"RMSE {found.metrics[RELATIVE_RMSE]:.3g} of persistence's")
+            parts.append(f"RMSE {found.metrics[RELATIVE_RMSE]:.2f} of persistence's")
     parts.append(format_duration(seconds))
-    return f"#{job.folder.name} {' '.join(texts)}: {', '.join(parts)}"
+    keys = " ".join(text.lstrip("+") for text in texts)
+    return f"#{job.folder.name} {keys}: {', '.join(parts)}"
 
 
 def job_identity(overrides: Sequence[str]) -> tuple[str, ...]:

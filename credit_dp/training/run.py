@@ -105,7 +105,8 @@ def run(config: Config, ranks: RankInfo) -> int:
         static = list(data.store.channels.static)
         config = replace(config, data=replace(config.data, static=static, optional_static=[]))
         # A validation is collective: one rank says whether there is one, and when.
-        config = run_on_rank_0(lambda: with_validation(config, data.store))
+        trainer = run_on_rank_0(lambda: with_validation(config, data.store).trainer)
+        config = replace(config, trainer=trainer)
 
     # 2. Model, loss, optimizer and loader; then weights and state from a checkpoint.
     with explain_out_of_memory(config, ranks):

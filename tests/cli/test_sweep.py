@@ -170,11 +170,11 @@ def test_a_run_of_a_sweep_has_one_line(tmp_path: Path) -> None:
     jobs, codes = [], []
     for number, code in enumerate((0, 2, EXIT_PREEMPTED)):
         write_done(tmp_path / str(number), model=3.0)
-        overrides = ("model=unet", f"seed={number}")
+        overrides = ("model=unet", f"++seed={number}")
         jobs.append(Job(tmp_path / str(number), overrides, config, is_finished=False))
         codes.append(code)
     assert [result_line(job, jobs, code, 75.0) for job, code in zip(jobs, codes, strict=True)] == [
-        "#0 seed=0: loss 0.03333, RMSE 0.3 of persistence's, 75 s",
+        "#0 seed=0: loss 0.03333, RMSE 0.30 of persistence's, 75 s",
         "#1 seed=1: failed with exit code 2, 75 s",
         "#2 seed=2: stopped, 75 s",
     ]

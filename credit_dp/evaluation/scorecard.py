@@ -203,7 +203,7 @@ class HeldOutScores:
         )
 
     def ensemble_table(self, leads: Sequence[int]) -> Table:
-        """Return a table with the CRPS of headline fields, and of their spread to their error.
+        """Return a table with the CRPS of headline fields, and the ratio of spread to error.
 
         Source: Fortin et al. 2014 for the ratio, which is 1 for a reliable ensemble.
         """

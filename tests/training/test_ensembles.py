@@ -17,6 +17,7 @@ from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.domain_parallel.thread_ranks import run_on_threads
 from credit_dp.errors import UserError
 from credit_dp.evaluation.held_out import HeldOutData, evaluate
+from credit_dp.evaluation.scorecard import MAX_HEADLINES
 from credit_dp.models.blocks import NoiseModulation
 from credit_dp.training.build_training import Training
 from credit_dp.training.loss import almost_fair_crps, channel_weights, members_sent, trade_members
@@ -290,7 +291,7 @@ def scores(manager: DomainParallelManager, config: Config) -> tuple[Any, Any]:
     rollout = training.ensemble.rollout
     found = evaluate(rollout, dates, manager, 4, lambda _: None, members=MEMBERS)
     rmse, ensemble = found.tables(10_000)
-    assert (rmse.row_count, ensemble.row_count) == (len(found.channels), len(found.channels))
+    assert (rmse.row_count, ensemble.row_count) == (MAX_HEADLINES, MAX_HEADLINES)
     return validation, {name: values.tolist() for name, values in found.scores.items()}
 
 

@@ -42,6 +42,13 @@ NO_VALUE = "#d4d4d4"  # cells of a map without a value
 REFERENCE = "#888888"  # reference lines: zero, the ideal, a tolerance
 SEQUENTIAL = "viridis"  # colour map of fields
 DIVERGING = "RdBu_r"  # colour map of differences, white at zero
+TEMPERATURE = "Spectral_r"
+MOISTURE = "YlGnBu"
+RAIN = "YlGnBu"
+COAST = "#7a5230"  # distinct from lines of equal values, which are black
+OUTLINE = "#333333"  # of a map
+BAND_EDGE = "#7a1fa2"  # between the bands of two ranks
+LINE_LABEL_SIZE = 6  # of the numbers on lines of equal values
 
 RC_PARAMS: "dict[RcKeyType, Any]" = {
     "font.family": ["sans-serif"],

@@ -25,8 +25,7 @@ from credit_dp.data.units import is_nonnegative
 from credit_dp.data.valid_points import ValidPoints
 from credit_dp.distributed.collectives import sum_over_data_ranks
 from credit_dp.domain_parallel import DomainParallelManager, gather_tensor
-from credit_dp.evaluation.drawing import draw_or_warn
-from credit_dp.evaluation.maps import NO_LINES, FieldMap, MapGrid, coasts_of
+from credit_dp.evaluation.maps import FieldMap, MapGrid, planet_of
 from credit_dp.evaluation.metric_table import (
     CLIMATOLOGY,
     FORECAST,
@@ -533,7 +532,6 @@ def example_map(
     Of an ensemble it is the first member: a mean would be smoother than any forecast.
 
     Collective over all axes. Global fields are gathered only for drawing, and only of one channel.
-    Only rank 0 reads the coasts, because it draws.
     """
     times = held_out.initial_times[:1]
     return forecast_map(held_out, manager, times, last_forecast(rollout, held_out, times)[:, 0])
@@ -555,13 +553,13 @@ def forecast_map(
     truth = held_out.fields(times + lead * held_out.step)
     # Denormalise both on the local rows, then gather the one channel that is drawn.
     local = held_out.denormalise(torch.cat([forecast, truth]))[:, index]
-    coasts = draw_or_warn("coasts", coasts_of, store.source) if manager.rank == 0 else None
     start = store.calendar.text(times[0]).replace("T", " ")
     return FieldMap(
         title=f"{channel.name}, {held_out.hours[-1]} h forecast from {start} UTC",
         unit=store.shown_unit(channel.variable),
         forecast=gather_field(local[0], manager),
         truth=gather_field(local[1], manager),
-        grid=MapGrid(store.grid, NO_LINES if coasts is None else coasts),
+        grid=MapGrid(store.grid, planet_of(store.source.title)),
         bounds=manager.partition(len(store.latitude)).bounds,
+        variable=channel.variable,
     )

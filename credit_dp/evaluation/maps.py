@@ -1,25 +1,28 @@
-"""The data of maps: grid cells, coasts and fields. `score_plots` draws them.
+"""The data of maps: grid cells, coasts and fields. `map_plots` draws them.
 
-Coasts are the Earth's, or those of a simulated planet. The Earth's are in `coastlines.npz`, which
-`scripts/make_coastlines.py` writes: Natural Earth's land at 1:110 million (public domain), from the
-npm package world-atlas (ISC).
+Coasts are the Earth's, or those of the quickstart's planet. The Earth's are in `coastlines.npz`,
+which `scripts/make_coastlines.py` writes: Natural Earth's land at 1:110 million (public domain),
+from the npm package world-atlas (ISC).
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
+from types import MappingProxyType
 from typing import final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from credit_dp.data.channels import Channel
 from credit_dp.data.grid import FULL_CIRCLE, Grid
-from credit_dp.data.quickstart.dynamics import TITLE
-from credit_dp.data.sources.source import Source
+from credit_dp.data.quickstart.dynamics import TITLE, land_fraction
 
-LAND_MASK = "land_sea_mask"
+EARTH = "earth"
+SIMULATED = "simulated"  # the quickstart's planet
+COAST_LABELS: Mapping[str, str] = MappingProxyType(
+    {EARTH: "coast", SIMULATED: "land of the simulated planet"}
+)
 
 Lines = NDArray[np.floating]  # (N, 2) longitude and latitude in degrees, NaN between lines
 NO_LINES: Lines = np.empty((0, 2))
@@ -28,20 +31,25 @@ NO_LINES: Lines = np.empty((0, 2))
 @final
 @dataclass(frozen=True)
 class MapGrid:
-    """The cells and coasts of a map; the northernmost row is the first."""
+    """The cells of a map, the northernmost row first, and whose coasts it has.
+
+    Attributes:
+        planet: a key of `COAST_LABELS`; empty for a map without coasts.
+    """
 
     cells: Grid
-    coasts: Lines
+    planet: str = EARTH
 
 
 @final
 @dataclass(frozen=True)
 class FieldMap:
-    """Forecast and truth of one global field, with title and unit.
+    """Forecast and truth of one field, with title and unit.
 
     Attributes:
         forecast, truth: `(H, W)`, in `unit`.
         bounds: the first row of each rank's band, then H.
+        variable: its name, which says how the field is shown.
     """
 
     title: str
@@ -50,37 +58,28 @@ class FieldMap:
     truth: np.ndarray
     grid: MapGrid
     bounds: Sequence[int]
+    variable: str = ""
 
 
-def coasts_of(source: Source) -> Lines:
-    """Return the coasts of a store's planet.
-
-    A store is of the Earth, unless its title says that it is the quickstart's simulated climate:
-    its land is where `land_sea_mask` exceeds one half; without a mask there are no coasts. Reads
-    the mask on the whole globe.
-
-    Raises:
-        UserError: the mask can't be read.
-    """
-    if not source.title.startswith(TITLE):
-        return earth_coasts()
-    if not source.grid.is_global:
-        return NO_LINES
-    if LAND_MASK not in source.variables or source.variables[LAND_MASK].problem:
-        return NO_LINES
-    land = source.read([Channel(LAND_MASK)], slice(0, 1), slice(0, source.grid[0]))[0, 0]
-    return outline(land, source.latitude, source.longitude)
+def planet_of(title: str) -> str:
+    """Return whose coasts the maps of a store have, by its title."""
+    return SIMULATED if title.startswith(TITLE) else EARTH
 
 
 @cache
-def earth_coasts() -> Lines:
-    """Return the Earth's coasts; longitudes continue past 180 degrees where a line crosses it."""
-    with files(__package__).joinpath("coastlines.npz").open("rb") as file:
-        points: Lines = np.load(file, allow_pickle=False)["points"]
-    return points
+def coasts_of(planet: str) -> Lines:
+    """Return the coasts of a planet; longitudes continue past 180 degrees where lines cross it."""
+    if planet == EARTH:
+        with files(__package__).joinpath("coastlines.npz").open("rb") as file:
+            points: Lines = np.load(file, allow_pickle=False)["points"]
+        return points
+    if planet == SIMULATED:
+        longitude, latitude = np.arange(0, FULL_CIRCLE, 1.5), np.linspace(90, -90, 181)
+        return outline(land_fraction(longitude, latitude).T, latitude, longitude)
+    return NO_LINES
 
 
-def outline(land: NDArray[np.float32], latitude: Lines, longitude: Lines) -> Lines:
+def outline(land: NDArray[np.floating], latitude: Lines, longitude: Lines) -> Lines:
     """Return the contours of a field `(H, W)` at one half, once around the globe."""
     from matplotlib.figure import Figure  # imported only on the rank that draws
 

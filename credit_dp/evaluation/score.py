@@ -31,10 +31,9 @@ from credit_dp.evaluation.alignment import (
     align,
     translate_error_keys,
 )
-from credit_dp.evaluation.drawing import draw_or_warn
 from credit_dp.evaluation.forecast_blocks import Block, read_blocks, variable_slices
 from credit_dp.evaluation.forecast_store import ForecastStore
-from credit_dp.evaluation.maps import NO_LINES, MapGrid, coasts_of
+from credit_dp.evaluation.maps import MapGrid, planet_of
 from credit_dp.evaluation.metric_table import (
     CLIMATOLOGY,
     FORECAST,
@@ -421,7 +420,6 @@ class Scorer:
             for region in results[0].scores
         }
         ranks = [one.ranks for one in results if one.ranks is not None]
-        coasts = draw_or_warn("coasts", coasts_of, truth.source)
         wavelength = region_wavelength(truth.grid, truth.config.boundary)
         card = Scorecard(
             forecast=redact_secrets(request.forecast) + aligned.forecast.interpolated,
@@ -437,7 +435,7 @@ class Scorer:
             units=tuple(
                 truth.shown_unit(channel.variable) for channel in truth.channels.output_channels
             ),
-            grid=MapGrid(truth.grid, NO_LINES if coasts is None else coasts),
+            grid=MapGrid(truth.grid, planet_of(truth.source.title)),
             scores=regions.pop(GLOBAL),
             spectra=torch.cat([one.spectra for one in results], dim=2).numpy(),
             bands=tuple(LATITUDE_BANDS) if wavelength is None else (REGION_BAND,),

@@ -21,6 +21,7 @@ from credit_dp.data.sampling import evenly_spaced_indices
 from credit_dp.errors import UserError
 from credit_dp.evaluation.drawing import draw_or_warn
 from credit_dp.evaluation.figure_style import REFERENCE, figure_style, superscript, with_unit
+from credit_dp.evaluation.map_plots import draw_error_maps
 from credit_dp.evaluation.metric_table import (
     BASELINES,
     FORECAST,
@@ -34,7 +35,6 @@ from credit_dp.evaluation.pages import DifferenceTable, data_uri, difference_tab
 from credit_dp.evaluation.score_plots import (
     add_legend,
     create_panels,
-    draw_error_maps,
     draw_rank_histogram,
     draw_scores,
     draw_spectrum,
@@ -124,8 +124,9 @@ def shown_leads(card: Scorecard) -> list[int]:
 @figure_style()
 def error_map_image(card: Scorecard, errors: ErrorMap) -> str:
     """Return maps of root-mean-square and mean error of one channel, as `data:` URI."""
-    unit = card.units[errors.channel]
-    return figure_data_uri(draw_error_maps(card.grid, errors.rmse, errors.bias, unit), "png")
+    unit, variable = card.units[errors.channel], card.channels[errors.channel].variable
+    figure = draw_error_maps(card.grid, errors.rmse, errors.bias, unit, variable=variable)
+    return figure_data_uri(figure, "png")
 
 
 @figure_style()

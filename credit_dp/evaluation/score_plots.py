@@ -8,25 +8,17 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
-import matplotlib
 import numpy as np
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
-from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, LogLocator, MaxNLocator, MultipleLocator, NullLocator
 
-from credit_dp.data.grid import FULL_CIRCLE, Grid, degrees_east, turns
 from credit_dp.errors import UserError, counted
 from credit_dp.evaluation.figure_style import (
-    DIVERGING,
-    NO_VALUE,
     REFERENCE,
-    SEQUENTIAL,
     SOURCE_LINES,
-    escape_mathtext,
     figure_style,
-    label_degrees,
     power_label,
     power_of_ten_label,
     series_colour,
@@ -34,142 +26,12 @@ from credit_dp.evaluation.figure_style import (
     with_unit,
 )
 from credit_dp.evaluation.held_out import LastLeadDiagnostics
-from credit_dp.evaluation.maps import FieldMap, Lines, MapGrid
 from credit_dp.evaluation.metric_table import METRICS, SPECTRA_SOURCES
 from credit_dp.evaluation.metrics import LATITUDE_BANDS, REGION_BAND
 from credit_dp.evaluation.scorecard import HeldOutScores
 from credit_dp.files import atomic_path
 
-ColourScale = tuple[str, Normalize]
 Corner = Literal["upper left", "upper right", "lower left", "lower right"]
-
-
-@figure_style()
-def draw_map(field: FieldMap, path: Path) -> None:
-    """Write forecast, truth and error, one below the other, as one PNG.
-
-    Raises:
-        UserError: the file can't be written.
-    """
-    error = field.forecast - field.truth
-    # Percentiles, so that single extreme points do not set the scale; a constant field needs some
-    # span, too.
-    both = np.stack([field.truth, field.forecast])
-    low = _finite_percentile(both, 100 - COLOUR_PERCENTILE)
-    high = _finite_percentile(both, COLOUR_PERCENTILE)
-    far = _colour_limit(np.abs(error))
-    shared = Normalize(low, high if high > low else low + MIN_COLOUR_SPAN)
-    figure = Figure(figsize=(8.0, 11.0), layout="constrained")
-    panels = figure.subplots(3, 1, sharex=True)
-    draw_panel(panels[0], field, field.forecast, "forecast", (SEQUENTIAL, shared))
-    draw_panel(panels[1], field, field.truth, "truth", (SEQUENTIAL, shared))
-    draw_panel(panels[2], field, error, "forecast - truth", (DIVERGING, Normalize(-far, far)))
-    bands = len(field.bounds) - 1
-    dashed = "" if bands == 1 else f"\n{bands} bands of latitude, one per rank; edges dashed"
-    figure.suptitle(title_text(field.title, MAP_CHARACTERS) + dashed)
-    save_figure(figure, path)
-
-
-def draw_panel(
-    axes: Axes, field: FieldMap, values: np.ndarray, name: str, colours: ColourScale
-) -> None:
-    """Draw one map with its colour bar and the edges between bands."""
-    draw_cells(axes, field.grid, values, colours)
-    bar = axes.figure.colorbar(axes.collections[0], ax=axes, extend="both", pad=0.02)
-    bar.set_label(with_unit(name, field.unit))
-    cells, bounds = field.grid.cells, np.array(field.bounds[1:-1], dtype=int)
-    draw_edges(axes, bounds - 0.5 if cells.is_projected else cells.row_edges[bounds])
-    axes.set_title(name)
-
-
-def draw_cells(axes: Axes, grid: MapGrid, values: np.ndarray, colours: ColourScale) -> None:
-    """Draw the cells of a map `(H, W)` with coasts, and with ticks at multiples of 30 or 60.
-
-    Cells without a value are grey. A projection is drawn in its own rows and columns, with circles
-    of latitude and meridians instead of coasts.
-    """
-    cmap, norm = colours
-    axes.grid(visible=False)
-    axes.set_facecolor(NO_VALUE)
-    axes.spines[:].set_visible(True)
-    cells = grid.cells
-    if cells.is_projected:
-        longitudes, latitudes = (np.arange(size + 1) - 0.5 for size in (cells[1], cells[0]))
-    else:
-        longitudes, latitudes = column_edges(cells.longitude), cells.row_edges
-    axes.pcolormesh(
-        longitudes,
-        latitudes,
-        values,
-        cmap=matplotlib.colormaps[cmap],
-        norm=norm,
-        rasterized=True,  # as SVG every cell would be a path of its own
-    )
-    if cells.is_projected:
-        draw_graticule(axes, cells)
-        return
-    label_degrees(axes)
-    west, east = sorted((longitudes[0], longitudes[-1]))
-    if not cells.is_global:
-        axes.set_xlim(west, east)
-        axes.set_ylim(*sorted((latitudes[0], latitudes[-1])))
-        draw_coasts(axes, grid.coasts)
-        return
-    axes.set_yticks([-90, -60, -30, 0, 30, 60, 90])
-    axes.set_ylim(-90, 90)
-    axes.set_xticks(np.arange(np.ceil(west / 60), np.floor(east / 60) + 1) * 60)
-    axes.set_xlim(west, east)
-    draw_coasts(axes, grid.coasts)
-
-
-def draw_graticule(axes: Axes, cells: Grid) -> None:
-    """Draw circles of latitude and meridians over a map in rows and columns of a projection."""
-    middle = cells.longitude[cells[0] // 2, cells[1] // 2]
-    around = degrees_east(cells.longitude, middle)
-    seam = np.abs(around) > 0.45 * FULL_CIRCLE  # where longitudes jump, if the pole is on the map
-    for degrees, shift in ((cells.latitude, 0.0), (np.where(seam, np.nan, around), middle)):
-        lowest, highest = np.nanmin(degrees) + shift, np.nanmax(degrees) + shift
-        levels = [x for x in MaxNLocator(6).tick_values(lowest, highest) if lowest < x < highest]
-        lines = axes.contour(
-            degrees + shift, levels=levels, colors="black", linewidths=0.5, alpha=0.5
-        )
-        axes.clabel(lines, fmt="%g°")
-    axes.set_xticks([])
-    axes.set_yticks([])
-    axes.invert_yaxis()  # row 0 is in the north
-
-
-def draw_coasts(axes: Axes, lines: Lines) -> None:
-    """Draw coasts on a global map, wherever its longitudes begin."""
-    if not len(lines):
-        return
-    west, east = axes.get_xlim()
-    # Draw as many copies, shifted by 360 degrees, as cover the axes; matplotlib clips the rest.
-    first = np.floor((west - np.nanmax(lines[:, 0])) / FULL_CIRCLE)
-    last = np.ceil((east - np.nanmin(lines[:, 0])) / FULL_CIRCLE)
-    turned = [lines + np.array([turn * FULL_CIRCLE, 0.0]) for turn in np.arange(first, last + 1)]
-    # One line with gaps of NaN is drawn faster than hundreds of lines.
-    x, y = np.concatenate([part for line in turned for part in (line, [[np.nan, np.nan]])]).T
-    axes.plot(x, y, color="black", linewidth=0.6, alpha=0.7, scalex=False, scaley=False)
-
-
-def draw_edges(axes: Axes, latitudes: np.ndarray) -> None:
-    """Draw the edges between bands, black on white, to be visible on any colour."""
-    for latitude in latitudes:
-        axes.axhline(latitude, color="white", linewidth=2.2, alpha=0.8)
-        axes.axhline(latitude, color="black", linewidth=1.0, linestyle=(0, (6, 4)))
-
-
-def column_edges(longitude: np.ndarray) -> np.ndarray:
-    """Return the edges of evenly spaced columns: `(W + 1,)`."""
-    # Steps along the circle: the first two columns may be on both sides of the date line.
-    steps = turns(longitude)
-    circle = FULL_CIRCLE / len(longitude)
-    step = float(steps.mean()) if len(steps) else circle
-    if abs(abs(step) - circle) < 1e-2 * circle:  # once around the globe
-        step = float(np.sign(step)) * circle
-    columns = np.arange(len(longitude) + 1) - 0.5
-    return np.asarray(longitude[0] + columns * step)
 
 
 @figure_style()
@@ -430,46 +292,6 @@ def draw_rank_histogram(axes: Axes, histograms: Mapping[str, np.ndarray], name: 
     axes.set_ylabel("relative frequency")
 
 
-def draw_error_maps(
-    grid: MapGrid, rmse: np.ndarray, bias: np.ndarray, unit: str, title: str = ""
-) -> Figure:
-    """Return a figure with root-mean-square and mean error on each grid point, side by side."""
-    above = TITLE_INCHES if title else 0.0
-    height = 2.7 + above
-    figure = Figure(figsize=(9.6, height))
-    top = 1 - (above + 0.36) / height
-    figure.subplots_adjust(left=0.05, right=0.97, bottom=0.24 / height, top=top, wspace=0.14)
-    if title:
-        figure.suptitle(title, y=1 - 0.08 / height, va="top")
-    rmse_limit = _colour_limit(rmse)
-    bias_limit = _colour_limit(np.abs(bias))
-    parts = (
-        ("root-mean-square error", rmse, "max", (SEQUENTIAL, Normalize(0, rmse_limit))),
-        (
-            "mean error (forecast - truth)",
-            bias,
-            "both",
-            (DIVERGING, Normalize(-bias_limit, bias_limit)),
-        ),
-    )
-    for axes, (name, values, extend, colours) in zip(figure.subplots(1, 2), parts, strict=True):
-        draw_cells(axes, grid, values, colours)
-        axes.set_title(name)
-        bar = figure.colorbar(axes.collections[0], ax=axes, extend=extend, pad=0.02)
-        bar.set_label(with_unit("error", unit))
-    return figure
-
-
-def _colour_limit(values: np.ndarray) -> float:
-    return max(_finite_percentile(values, COLOUR_PERCENTILE), MIN_COLOUR_SPAN)
-
-
-def _finite_percentile(values: np.ndarray, percentile: float) -> float:
-    """Return a percentile of the finite values; 0 if there are none."""
-    finite = values[np.isfinite(values)]
-    return float(np.percentile(finite, percentile)) if len(finite) else 0.0
-
-
 @figure_style()
 def draw_rmse(scores: HeldOutScores, channels: Sequence[int], path: Path) -> None:
     """Write a PNG with root-mean-square errors by lead time, one panel per channel.
@@ -533,20 +355,3 @@ def channels_to_draw(scores: HeldOutScores, last: LastLeadDiagnostics) -> list[i
     first = last.map_channel if last.map_channel in available else available[0]
     others = [c for c in available if scores.units[c] != scores.units[first]]
     return [first, *(others or [c for c in available if c != first])[:1]]
-
-
-@figure_style()
-def draw_last_lead_errors(
-    scores: HeldOutScores, last: LastLeadDiagnostics, grid: MapGrid, path: Path
-) -> None:
-    """Write a PNG with root-mean-square and mean error of one channel on each grid point.
-
-    Raises:
-        UserError: the file can't be written.
-    """
-    unit = scores.units[last.map_channel]
-    name = scores.channels[last.map_channel]
-    forecasts = f"{last.hours} h forecasts from {counted(scores.samples, 'initial time')}"
-    title = f"{escape_mathtext(name)}, {forecasts}"
-    figure = draw_error_maps(grid, last.rmse, last.bias, unit, title)
-    save_figure(figure, path)

@@ -459,13 +459,9 @@ class _Run:
 
     def draw(self, scores: HeldOutScores, last: LastLeadDiagnostics, field: FieldMap) -> None:
         """Draw the plots of a run; matplotlib is imported here, so on rank 0 alone."""
+        from credit_dp.evaluation.map_plots import draw_last_lead_errors, draw_map
         from credit_dp.evaluation.metrics import has_spectra
-        from credit_dp.evaluation.score_plots import (
-            draw_last_lead_errors,
-            draw_map,
-            draw_rmse,
-            draw_spectra,
-        )
+        from credit_dp.evaluation.score_plots import draw_rmse, draw_spectra
         from credit_dp.training.live_page import persistence_loss
         from credit_dp.training.loss_curve import draw_loss
 

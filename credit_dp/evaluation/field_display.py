@@ -1,0 +1,219 @@
+"""How maps show a field: its unit, its colours, and where lines of equal values are drawn.
+
+As on weather charts geopotential is a height in dam, temperature is in degrees Celsius, and
+pressure in hPa. `display_of` knows variables by their names; any other is shown as it is stored.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, final
+
+import matplotlib
+import numpy as np
+from matplotlib.colors import BoundaryNorm, Colormap, ListedColormap
+from matplotlib.ticker import MaxNLocator
+from numpy.typing import NDArray
+
+from credit_dp.data.units import GRAVITY, WATER, canonical_unit
+from credit_dp.evaluation.figure_style import (
+    DIVERGING,
+    MOISTURE,
+    NO_VALUE,
+    RAIN,
+    SEQUENTIAL,
+    TEMPERATURE,
+)
+from credit_dp.variable_names import canonical_name
+
+Values = NDArray[np.floating[Any]]
+PERCENTILE = 99.5  # of the values, the end of the colours: single points don't set the scale
+DEPARTURE_PERCENTILE = 98.0  # the same, so that weak waves have colours, too
+MIN_SPAN = 1e-30  # of the colours, for a field that is the same everywhere
+COLOUR_STEPS = 14  # about
+LINES = 20  # at most, about
+NICE = (1, 2, 2.5, 4, 5, 8, 10)  # steps between colours, times a power of ten
+LINE_STEPS = (1, 2, 4, 5, 8)
+
+
+@final
+class Display(NamedTuple):
+    """How a variable is shown: values times `scale` plus `offset`.
+
+    Attributes:
+        label: for titles; empty for the variable's name.
+        unit: in which it is shown.
+        colours: of matplotlib; empty for those that fit the values.
+        difference_unit: of errors, which have no offset.
+        departure: whether colours show the departure from the mean along each row, so that waves
+            are not hidden by the difference between the equator and the poles.
+        lines: whether lines of equal values are drawn unless the user says otherwise.
+        centre: value at the middle of the colours.
+        edges: between colours; empty for even steps.
+    """
+
+    label: str = ""
+    unit: str = ""
+    scale: float = 1.0
+    offset: float = 0.0
+    colours: str = ""
+    difference_unit: str = ""
+    departure: bool = False
+    lines: bool = False
+    centre: float | None = None
+    edges: tuple[float, ...] = ()
+
+    def values(self, stored: Values) -> NDArray[np.float64]:
+        """Return values of the store as they are shown."""
+        return np.asarray(stored, np.float64) * self.scale + self.offset
+
+    def differences(self, stored: Values) -> NDArray[np.float64]:
+        """Return differences of the store's values as they are shown."""
+        return np.asarray(stored, np.float64) * self.scale
+
+
+HEIGHT = Display(
+    "geopotential height", "dam", 0.1 / GRAVITY, colours=DIVERGING, departure=True, lines=True
+)
+CELSIUS = Display(unit="°C", offset=-273.15, colours=TEMPERATURE, difference_unit="K")
+SEA_LEVEL_PRESSURE = Display(
+    "mean sea level pressure", "hPa", 0.01, colours=DIVERGING, lines=True, centre=1010.0
+)
+PRESSURE = Display(unit="hPa", scale=0.01)
+HUMIDITY = Display(unit="g kg-1", scale=1000.0, colours=MOISTURE)
+RAIN_EDGES = (0.1, 0.5, 1.0, 2.0, 4.0, 7.0, 10.0, 20.0, 40.0, 70.0, 100.0)
+PRECIPITATION = Display(unit="mm", colours=RAIN, edges=RAIN_EDGES)
+# By the unit in the store, as data of other programs may have been converted already.
+BY_UNIT = {
+    ("geopotential", "m2 s-2"): HEIGHT,
+    ("geopotential_at_surface", "m2 s-2"): Display("height of the surface", "m", 1 / GRAVITY),
+    ("mean_sea_level_pressure", "Pa"): SEA_LEVEL_PRESSURE,
+    ("specific_humidity", "1"): HUMIDITY,
+}
+COLUMN_WATER = ("total_column_water", "total_column_water_vapour", "relative_humidity")
+PRECIPITATIONS = ("precipitation", "snowfall")
+
+
+def display_of(variable: str, unit: str) -> Display:
+    """Return how maps show a variable, by its name and its unit in the store."""
+    name, known = canonical_name(variable), canonical_unit(unit)
+    known = known.removesuffix(" of water equivalent")
+    if name == "geopotential_at_surface" and variable != name:
+        name = "geopotential" if variable == "z" else name  # a forecast has z on levels
+    found = BY_UNIT.get((name, known))
+    if found is None and known == "K" and name.endswith("temperature"):
+        found = CELSIUS
+    if found is None and known == "Pa" and name.endswith("pressure"):
+        found = PRESSURE
+    if found is None and name in COLUMN_WATER:
+        found = Display(unit=unit, colours=MOISTURE)
+    if found is None and any(word in name for word in PRECIPITATIONS):
+        scale = {"m": 1000.0, "kg m-2": 1000.0 / WATER, "mm": 1.0}.get(known)
+        found = None if scale is None else PRECIPITATION._replace(scale=scale)
+    found = found or Display(unit=unit)
+    return found._replace(
+        label=found.label or name.replace("_", " "),
+        difference_unit=found.difference_unit or found.unit,
+    )
+
+
+@final
+class ColourScale(NamedTuple):
+    """Colours of a map, with edges between them; `extend` says which ends have an arrow."""
+
+    colours: Colormap
+    norm: BoundaryNorm
+    extend: str
+
+    @property
+    def edges(self) -> NDArray[np.float64]:
+        """The values at which the colour changes."""
+        return np.asarray(self.norm.boundaries, np.float64)
+
+
+def field_scale(display: Display, *fields: Values) -> ColourScale:
+    """Return one scale for fields as they are shown (departures, if the display says so)."""
+    if display.edges:
+        return _scale(display.colours, display.edges, "max", below="white")
+    finite = np.concatenate([field[np.isfinite(field)] for field in fields])
+    low = _percentile(finite, 100 - PERCENTILE)
+    high = _percentile(finite, PERCENTILE)
+    if display.departure:
+        return _around(0.0, _percentile(np.abs(finite), DEPARTURE_PERCENTILE))
+    if display.centre is not None:
+        return _around(display.centre, max(high - display.centre, display.centre - low))
+    colours = display.colours
+    if not colours:
+        # Winds and the like: about as much above zero as below.
+        if low < 0 < high and min(high, -low) > 0.2 * max(high, -low):
+            return _around(0.0, max(high, -low))
+        colours = SEQUENTIAL
+    return _scale(colours, _steps(low, high), "both" if low < 0 or high > low else "neither")
+
+
+def error_scale(*errors: Values) -> ColourScale:
+    """Return a scale around zero, as long on both sides."""
+    return _around(0.0, _limit(*(np.abs(error) for error in errors)))
+
+
+def size_scale(values: Values) -> ColourScale:
+    """Return a scale from zero, of values that are not negative."""
+    return _scale(SEQUENTIAL, _steps(0.0, _limit(values)), "max")
+
+
+def _around(centre: float, limit: float) -> ColourScale:
+    limit = max(limit, MIN_SPAN)
+    locator = MaxNLocator(COLOUR_STEPS, steps=NICE, symmetric=True)
+    edges = locator.tick_values(-limit, limit)
+    # The two colours beside the centre are one, so that small values are white.
+    return _scale(DIVERGING, centre + edges[np.abs(edges) > 1e-9 * limit], "both")
+
+
+def _steps(low: float, high: float) -> NDArray[np.float64]:
+    high = high if high > low else low + max(MIN_SPAN, 1e-6 * abs(low))
+    return np.asarray(MaxNLocator(COLOUR_STEPS, steps=NICE).tick_values(low, high))
+
+
+def _scale(
+    name: str, edges: Sequence[float] | NDArray[np.float64], extend: str, below: str = ""
+) -> ColourScale:
+    """Return a scale with a colour between each pair of edges and at each end with an arrow."""
+    ends = {"both": (True, True), "max": (False, True), "neither": (False, False)}[extend]
+    count = len(edges) - 1 + sum(ends)
+    shades = matplotlib.colormaps[name](np.linspace(0, 1, max(count, 2)))
+    inner = ListedColormap(shades[int(ends[0]) : len(edges) - 1 + int(ends[0])], name)
+    colours = inner.with_extremes(
+        bad=NO_VALUE, under=below or shades[0], over=shades[-1] if ends[1] else inner.colors[-1]
+    )
+    return ColourScale(colours, BoundaryNorm(np.asarray(edges), len(edges) - 1), extend)
+
+
+def _limit(*fields: Values) -> float:
+    finite = np.concatenate([field[np.isfinite(field)] for field in fields])
+    return max(_percentile(finite, PERCENTILE), MIN_SPAN)
+
+
+def _percentile(values: Values, percentile: float) -> float:
+    return float(np.percentile(values, percentile)) if len(values) else 0.0
+
+
+def line_values(values: Values, step: float | None = None) -> NDArray[np.float64]:
+    """Return the values of lines: multiples of a step, or of a round one that fits the range.
+
+    Charts have 4 or 8 dam, and 4 or 5 hPa.
+    """
+    finite = values[np.isfinite(values)]
+    if not len(finite) or finite.min() == finite.max():
+        return np.empty(0)
+    low, high = float(finite.min()), float(finite.max())
+    if step is None:
+        least = (high - low) / LINES
+        power = 10.0 ** np.floor(np.log10(least))
+        step = next(float(x * power) for x in (*LINE_STEPS, 10) if x * power >= least * (1 - 1e-9))
+    return np.arange(np.ceil(low / step), np.floor(high / step) + 1) * step
+
+
+def departure_from_rows(values: Values) -> NDArray[np.float64]:
+    """Return a field `(H, W)` minus the mean of each row, of the points with a value."""
+    valid = np.isfinite(values)
+    count = np.maximum(valid.sum(axis=1, keepdims=True), 1)
+    mean = np.where(valid, values, 0.0).sum(axis=1, keepdims=True) / count
+    return np.asarray(values - mean, np.float64)

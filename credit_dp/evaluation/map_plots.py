@@ -1,0 +1,396 @@
+"""Draw maps: forecast, truth and error of a run, errors on grid points, and single fields.
+
+`draw_map` and `draw_last_lead_errors` write the PNGs of a run, `draw_error_maps` is a part of
+scorecards. A map is drawn in three steps: a `MapFrame` is the paper, `draw_field` fills it with
+colours, and `draw_surroundings` adds coasts, the graticule, the outline and the bands of ranks.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from matplotlib.artist import Artist
+from matplotlib.axes import Axes
+from matplotlib.cm import ScalarMappable
+from matplotlib.colorbar import Colorbar
+from matplotlib.figure import Figure
+from matplotlib.patches import Polygon
+
+from credit_dp.data.grid import Grid
+from credit_dp.errors import counted
+from credit_dp.evaluation.field_display import (
+    ColourScale,
+    Display,
+    Values,
+    departure_from_rows,
+    display_of,
+    error_scale,
+    field_scale,
+    line_values,
+    size_scale,
+)
+from credit_dp.evaluation.figure_style import (
+    BAND_EDGE,
+    COAST,
+    LINE_LABEL_SIZE,
+    NO_VALUE,
+    OUTLINE,
+    REFERENCE,
+    TEMPERATURE,
+    figure_style,
+    latitude_label,
+    longitude_label,
+    title_text,
+    with_unit,
+)
+from credit_dp.evaluation.held_out import LastLeadDiagnostics
+from credit_dp.evaluation.map_projection import (
+    HALF_CIRCLE,
+    LATITUDE_LIMIT,
+    Box,
+    EqualEarth,
+    LatLon,
+    MapFrame,
+    MapProjection,
+    PlaneFrame,
+    Polar,
+    SphereFrame,
+    box_of,
+)
+from credit_dp.evaluation.maps import COAST_LABELS, FieldMap, MapGrid, coasts_of
+from credit_dp.evaluation.score_plots import save_figure
+from credit_dp.evaluation.scorecard import HeldOutScores
+
+MAP_INCHES = 4.4  # width of a map of two
+ROUND_STEPS = (1, 2, 5, 10, 15, 20, 30)  # degrees between lines of a graticule
+GRATICULE_LINES = 7  # at most, in one direction
+LINE_POINTS = 181  # of a circle of the graticule
+TITLE_CHARACTERS = 90  # of a title that fits above two maps
+PROJECTIONS = ("equal-earth", "lat-lon", "polar")
+
+
+def frame_of(cells: Grid, projection: str = "", box: Box | None = None) -> MapFrame:
+    """Return the paper of a map.
+
+    Args:
+        cells: of the fields.
+        projection: one of `PROJECTIONS`; empty for Equal Earth of the globe, and latitude over
+            longitude of a part. Ignored for grids that are on a projection themselves.
+        box: what to show, within the grid; None for all of it.
+    """
+    if cells.is_projected:
+        return PlaneFrame(cells)
+    box = box or box_of(cells)
+    whole = box.goes_round and box.north - box.south > HALF_CIRCLE / 2 + 40
+    name = projection or ("equal-earth" if whole else "lat-lon")
+    chosen: MapProjection = EqualEarth()
+    if name == "lat-lon":
+        chosen = LatLon(0.0 if box.goes_round else box.middle[1])
+    elif name == "polar":
+        pole = 1 if box.middle[1] >= 0 else -1
+        # A hemisphere at most: the other pole would be the whole rim.
+        box = Box(max(box.south, 0.0) if pole > 0 else box.south,
+                  box.north if pole > 0 else min(box.north, 0.0), box.west, box.east)  # fmt: skip
+        chosen = Polar(pole)
+    return SphereFrame(cells, chosen, box)
+
+
+@figure_style()
+def draw_map(field: FieldMap, path: Path) -> None:
+    """Write forecast and truth, with one colour bar, and the error below as one PNG.
+
+    Raises:
+        UserError: the file can't be written.
+    """
+    display = display_in(field.grid.cells, field.variable, field.unit)
+    forecast, truth = display.values(field.forecast), display.values(field.truth)
+    error = forecast - truth
+    shades = [forecast, truth]
+    if display.departure:
+        # From the truth's means, so that equal colours are equal values.
+        mean = truth - departure_from_rows(truth)
+        shades = [forecast - mean, truth - mean]
+    scale = field_scale(display, *shades)
+    frame = frame_of(field.grid.cells)
+    figure, panels, bars = _three_panels(frame)
+    lines = line_values(np.stack([forecast, truth])) if display.lines else np.empty(0)
+    legend: list[Artist] = []
+    for axes, name, values, shade in (
+        (panels[0], "forecast", forecast, shades[0]),
+        (panels[1], "truth", truth, shades[1]),
+    ):
+        draw_field(axes, frame, shade, scale)
+        legend = draw_lines(axes, frame, values, lines, display)
+        legend += draw_surroundings(axes, frame, field.grid, field.bounds)
+        axes.set_title(name)
+    add_bar(figure, bars[0], scale, shade_label(display))
+    errors = error_scale(error)
+    draw_field(panels[2], frame, error, errors)
+    draw_surroundings(panels[2], frame, field.grid, field.bounds)
+    size = f"{root_mean_square(error, field.grid.cells):.3g}"
+    panels[2].set_title(with_unit("forecast - truth", "") + f", RMSE {size} "
+                        + with_unit("", display.difference_unit).strip(" ()"))  # fmt: skip
+    add_bar(figure, bars[1], errors, with_unit("error", display.difference_unit))
+    add_legend(panels[3], legend)
+    figure.suptitle(title_text(field.title, TITLE_CHARACTERS), x=0.01, ha="left")
+    save_figure(figure, path)
+
+
+def display_in(cells: Grid, variable: str, unit: str) -> Display:
+    """Return how a variable is shown on a map of these cells."""
+    display = display_of(variable, unit)
+    if display.departure and not cells.is_periodic:
+        # The mean along a row of a region has no meaning.
+        display = display._replace(departure=False, colours=TEMPERATURE)
+    return display
+
+
+def shade_label(display: Display) -> str:
+    """Return the label of the colour bar of a field."""
+    name = "departure from the zonal mean" if display.departure else display.label
+    return with_unit(name, display.unit)
+
+
+def root_mean_square(values: Values, cells: Grid) -> float:
+    """Return the root of the mean square over the area of the cells with a value; NaN without."""
+    weights = np.asarray(cells.weights)
+    weights = weights[:, None] if weights.ndim == 1 else weights
+    weights = np.where(np.isfinite(values), weights, 0.0)
+    total = weights.sum()
+    square = np.where(np.isfinite(values), values, 0.0) ** 2
+    return float(np.sqrt((weights * square).sum() / total)) if total else float("nan")
+
+
+def draw_field(axes: Axes, frame: MapFrame, values: Values, scale: ColourScale) -> None:
+    """Fill a map with the colours of a field `(H, W)`, interpolated; grey without a value."""
+    axes.set_axis_off()
+    axes.grid(visible=False)
+    paper = Polygon(frame.outline.T, facecolor=NO_VALUE, edgecolor="none", zorder=0)
+    axes.add_patch(paper)
+    raster = np.ma.masked_invalid(frame.sample(values))
+    x, y = (_cell_edges(along) for along in (frame.x, frame.y))
+    image = axes.pcolormesh(
+        x, y, raster, cmap=scale.colours, norm=scale.norm, rasterized=True, zorder=1
+    )
+    image.set_clip_path(paper)
+    left, right = frame.outline[0].min(), frame.outline[0].max()
+    bottom, top = frame.outline[1].min(), frame.outline[1].max()
+    axes.set_xlim(left, right)
+    axes.set_ylim(bottom, top)
+    axes.set_aspect("equal")
+
+
+def _cell_edges(centres: np.ndarray) -> np.ndarray:
+    half = (centres[1] - centres[0]) / 2
+    return np.append(centres - half, centres[-1] + half)
+
+
+def draw_lines(
+    axes: Axes, frame: MapFrame, values: Values, levels: np.ndarray, display: Display
+) -> list[Artist]:
+    """Draw lines of equal values with numbers; return what a legend needs."""
+    if not len(levels):
+        return []
+    raster = np.ma.masked_invalid(frame.sample(values))
+    drawn = axes.contour(
+        frame.x, frame.y, raster, levels=levels, colors="black", linewidths=0.6, zorder=3
+    )
+    drawn.set_clip_path(Polygon(frame.outline.T, transform=axes.transData))
+    for text in axes.clabel(drawn, levels=levels[::2], inline_spacing=2, fmt="%g"):
+        text.set_size(LINE_LABEL_SIZE)
+    if len(levels) < 2:
+        return []
+    every = with_unit("", display.unit).strip(" ()")
+    label = f"{display.label}, every {levels[1] - levels[0]:g} {every}"
+    return list(axes.plot([], [], color="black", linewidth=0.6, label=label))
+
+
+def draw_surroundings(
+    axes: Axes, frame: MapFrame, grid: MapGrid, bounds: Sequence[int] = ()
+) -> list[Artist]:
+    """Draw graticule, coasts, the edges between the bands of ranks, and the outline of the map.
+
+    Returns what a legend needs: the coasts and the edges that are drawn.
+    """
+    clip = Polygon(frame.outline.T, transform=axes.transData)
+    draw_graticule(axes, frame, grid.cells, clip)
+    drawn: list[Artist] = []
+    coasts = coasts_of(grid.planet)
+    if len(coasts):
+        x, y = frame.place(*coasts.T)
+        # One line with gaps of NaN is drawn faster than hundreds of lines.
+        (line,) = axes.plot(
+            x, y, color=COAST, linewidth=0.9, zorder=4, label=COAST_LABELS[grid.planet]
+        )
+        line.set_clip_path(clip)
+        drawn.append(line)
+    drawn += draw_edges(axes, frame, grid.cells, bounds)
+    axes.plot(*frame.outline, color=OUTLINE, linewidth=0.8, clip_on=False, zorder=6)
+    return drawn
+
+
+def draw_graticule(axes: Axes, frame: MapFrame, cells: Grid, clip: Polygon) -> None:
+    """Draw circles of latitude and meridians; label them where the map's edge is a straight box."""
+    box = frame.box if isinstance(frame, SphereFrame) else _box_around(cells)
+    step = _round_step(box.north - box.south)
+    for latitude in np.arange(np.ceil(box.south / step), np.floor(box.north / step) + 1) * step:
+        if abs(latitude) < 90:
+            longitude = np.linspace(box.west, box.east, 2 * LINE_POINTS)[1:-1]
+            _thin_line(axes, frame, longitude, np.full_like(longitude, latitude), clip)
+    across = _round_step(box.east - box.west)
+    for longitude in (
+        np.arange(np.ceil(box.west / across), np.floor(box.east / across) + 1) * across
+    ):
+        latitude = np.linspace(max(box.south, -LATITUDE_LIMIT), min(box.north, LATITUDE_LIMIT),
+                               LINE_POINTS)  # fmt: skip
+        _thin_line(axes, frame, np.full_like(latitude, longitude), latitude, clip)
+    label_graticule(axes, frame, box, step, across)
+
+
+def label_graticule(axes: Axes, frame: MapFrame, box: Box, step: float, across: float) -> None:
+    """Write degrees along the left and the lower edge of a map of latitude over longitude."""
+    if not isinstance(frame, SphereFrame) or not isinstance(frame.projection, LatLon):
+        return
+    axes.set_axis_on()
+    axes.spines[:].set_visible(False)
+    latitudes = np.arange(np.ceil(box.south / step), np.floor(box.north / step) + 1) * step
+    longitudes = np.arange(np.ceil(box.west / across), np.floor(box.east / across) + 1) * across
+    middle = box.middle[0]
+    x, _ = frame.projection.forward(longitudes - middle, np.zeros_like(longitudes))
+    _, y = frame.projection.forward(np.zeros_like(latitudes), latitudes)
+    axes.set_xticks(x, [longitude_label(float(value)) for value in longitudes])
+    axes.set_yticks(y, [latitude_label(float(value)) for value in latitudes])
+
+
+def _thin_line(
+    axes: Axes, frame: MapFrame, longitude: np.ndarray, latitude: np.ndarray, clip: Polygon
+) -> None:
+    x, y = frame.place(longitude, latitude)
+    (line,) = axes.plot(x, y, color=REFERENCE, linewidth=0.4, alpha=0.6, zorder=2)
+    line.set_clip_path(clip)
+
+
+def _box_around(cells: Grid) -> Box:
+    (north, south), (west, east) = cells.extent
+    return Box(south, north, west, east)
+
+
+def _round_step(span: float) -> float:
+    return float(next((x for x in ROUND_STEPS if span / x <= GRATICULE_LINES), 60))
+
+
+def draw_edges(axes: Axes, frame: MapFrame, cells: Grid, bounds: Sequence[int]) -> list[Artist]:
+    """Draw the edges between bands of rows; `bounds` are first rows, then the number of rows."""
+    drawn: list[Artist] = []
+    ranks = len(bounds) - 1
+    for row in bounds[1:-1]:
+        if isinstance(frame, SphereFrame):
+            box = frame.box
+            around = np.linspace(box.west, box.east, 2 * LINE_POINTS)[1:-1]
+            x, y = frame.place(around, np.full_like(around, cells.row_edges[row]))
+        else:
+            x, y = np.array([-0.5, cells[1] - 0.5]), np.full(2, 0.5 - row)
+        label = f"edge between the bands of {ranks} ranks" if not drawn else "_"
+        drawn += axes.plot(
+            x, y, color=BAND_EDGE, linewidth=1.0, linestyle=(0, (5, 3)), zorder=5, label=label
+        )
+    return drawn[:1]
+
+
+def add_bar(figure: Figure, axes: Axes, scale: ColourScale, label: str) -> Colorbar:
+    """Fill axes with a horizontal colour bar whose ticks are at edges between colours."""
+    bar = figure.colorbar(
+        ScalarMappable(scale.norm, scale.colours), cax=axes, orientation="horizontal",
+        extend=scale.extend, spacing="uniform",
+    )  # fmt: skip
+    edges = scale.edges
+    thin = edges[:: 1 + len(edges) // 13] if len(edges) > 13 else edges
+    bar.set_ticks(list(thin), labels=[f"{value:g}" for value in thin])
+    bar.set_label(label)
+    bar.outline.set_linewidth(0.5)  # type: ignore[operator]
+    axes.tick_params(length=2, width=0.5)
+    return bar
+
+
+def add_legend(axes: Axes, handles: Sequence[Artist]) -> None:
+    """Write a legend of lines into empty axes."""
+    axes.set_axis_off()
+    if handles:
+        axes.legend(handles=list(handles), loc="center left", handlelength=3.0, labelspacing=1.0)
+
+
+def _three_panels(frame: MapFrame) -> tuple[Figure, list[Axes], list[Axes]]:
+    """Return a figure with axes for two maps above, one below and a legend, and two colour bars."""
+    high = MAP_INCHES / frame.aspect
+    width = 2 * MAP_INCHES + 0.5
+    top, bar, gap = 0.62, 0.12, 0.62  # inches above the maps, of a bar, and below a bar
+    height = top + 2 * (high + bar + gap) + 0.25
+    figure = Figure(figsize=(width, height))
+    left, right = 0.15, 0.35 + MAP_INCHES
+
+    def box(x: float, from_top: float, wide: float, tall: float) -> Axes:
+        bottom = height - from_top - tall
+        return figure.add_axes((x / width, bottom / height, wide / width, tall / height))
+
+    below = top + high + 0.1
+    second = below + bar + gap + 0.1
+    panels = [
+        box(left, top, MAP_INCHES, high),
+        box(right, top, MAP_INCHES, high),
+        box(left, second, MAP_INCHES, high),
+        box(right, second, MAP_INCHES, high),
+    ]
+    bars = [
+        box(width * 0.25, below, width * 0.5, bar),
+        box(left + MAP_INCHES * 0.1, second + high + 0.1, MAP_INCHES * 0.8, bar),
+    ]
+    return figure, panels, bars
+
+
+def draw_error_maps(
+    grid: MapGrid, rmse: Values, bias: Values, unit: str, title: str = "", variable: str = ""
+) -> Figure:
+    """Return a figure with root-mean-square and mean error on each grid point, side by side."""
+    display = display_of(variable, unit)
+    rmse, bias = display.differences(rmse), display.differences(bias)
+    frame = frame_of(grid.cells)
+    above = 0.65 if title else 0.35
+    high = MAP_INCHES / frame.aspect
+    width, height = 2 * MAP_INCHES + 0.5, above + high + 0.75
+    figure = Figure(figsize=(width, height))
+    if title:
+        figure.suptitle(title_text(title, TITLE_CHARACTERS), x=0.01, ha="left")
+    parts = (
+        ("root-mean-square error", rmse, size_scale(rmse)),
+        ("mean error (forecast - truth)", bias, error_scale(bias)),
+    )
+    for number, (name, values, scale) in enumerate(parts):
+        left = (0.15 + number * (MAP_INCHES + 0.2)) / width
+        bottom, wide = (height - above - high) / height, MAP_INCHES / width
+        axes = figure.add_axes((left, bottom, wide, high / height))
+        draw_field(axes, frame, values, scale)
+        draw_surroundings(axes, frame, grid)
+        axes.set_title(name)
+        bar = figure.add_axes(
+            (left + 0.1 * wide, bottom - 0.22 / height, 0.8 * wide, 0.12 / height)
+        )
+        add_bar(figure, bar, scale, with_unit("error", display.difference_unit))
+    return figure
+
+
+@figure_style()
+def draw_last_lead_errors(
+    scores: HeldOutScores, last: LastLeadDiagnostics, grid: MapGrid, path: Path, variable: str = ""
+) -> None:
+    """Write a PNG with root-mean-square and mean error of one channel on each grid point.
+
+    Raises:
+        UserError: the file can't be written.
+    """
+    unit = scores.units[last.map_channel]
+    name = scores.channels[last.map_channel]
+    forecasts = f"{last.hours} h forecasts from {counted(scores.samples, 'initial time')}"
+    figure = draw_error_maps(
+        grid, last.rmse, last.bias, unit, f"{name}, {forecasts}", variable or name
+    )
+    save_figure(figure, path)

@@ -10,6 +10,7 @@ from credit_dp import checks
 from credit_dp.checks import did_you_mean
 from credit_dp.cli.arguments import common_parser, parse_arguments, split_keys
 from credit_dp.cli.compose import Composer, check_rows
+from credit_dp.cli.forecast_plot import plot
 from credit_dp.cli.output import print_lines
 from credit_dp.cli.saved_config import config_of_checkpoint
 from credit_dp.config import Config
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 HELP = """\
 {program} checkpoint=RUN init=TIME lead=240h KEY=VALUE ...: forecasts with a trained model.
 {program} check PATH: says whether a forecast is complete, and which parts are missing.
+{program} plot PATH KEY=VALUE ...: draws a map or an animation of a forecast; see plot --help.
 
   checkpoint=RUN    the folder of a run, whose newest checkpoint is used, or of one checkpoint, of
                     any mesh; forecasts use the average of the weights, if there is one
@@ -102,6 +104,8 @@ def forecast(arguments: Sequence[str], program: str) -> int:
     Raises:
         UserError: a key or value is wrong, or there is nothing to forecast from.
     """
+    if arguments[:1] == ["plot"]:
+        return plot(arguments[1:], f"{program} plot")
     args = parse_arguments(common_parser(), arguments)
     if args.help:
         sys.stdout.write(HELP.format(program=program))

@@ -88,6 +88,8 @@ BY_UNIT = {
     ("mean_sea_level_pressure", "Pa"): SEA_LEVEL_PRESSURE,
     ("specific_humidity", "1"): HUMIDITY,
 }
+# Names that contain these words have values on both sides of zero.
+SIGNED = ("component_of_wind", "vertical_velocity", "vorticity", "divergence")
 COLUMN_WATER = ("total_column_water", "total_column_water_vapour", "relative_humidity")
 PRECIPITATIONS = ("precipitation", "snowfall")
 
@@ -108,7 +110,8 @@ def display_of(variable: str, unit: str) -> Display:
     if found is None and any(word in name for word in PRECIPITATIONS):
         scale = {"m": 1000.0, "kg m-2": 1000.0 / WATER, "mm": 1.0}.get(known)
         found = None if scale is None else PRECIPITATION._replace(scale=scale)
-    found = found or Display(unit=unit)
+    if found is None:
+        found = Display(unit=unit, centre=0.0 if any(word in name for word in SIGNED) else None)
     return found._replace(
         label=found.label or name.replace("_", " "),
         difference_unit=found.difference_unit or found.unit,
@@ -130,7 +133,10 @@ class ColourScale(NamedTuple):
 
 
 def field_scale(display: Display, *fields: Values) -> ColourScale:
-    """Return one scale for fields as they are shown (departures, if the display says so)."""
+    """Return one scale for fields as they are shown (departures, if the display says so).
+
+    Points count alike: on the raster of an equal-area map, all areas do.
+    """
     if display.edges:
         return _scale(display.colours, display.edges, "max", below="white")
     finite = np.concatenate([field[np.isfinite(field)] for field in fields])
@@ -142,7 +148,7 @@ def field_scale(display: Display, *fields: Values) -> ColourScale:
         return _around(display.centre, max(high - display.centre, display.centre - low))
     colours = display.colours
     if not colours:
-        # Winds and the like: about as much above zero as below.
+        # About as much above zero as below.
         if low < 0 < high and min(high, -low) > 0.2 * max(high, -low):
             return _around(0.0, max(high, -low))
         colours = SEQUENTIAL

@@ -268,29 +268,46 @@ class ForecastStore:
         self._turns[name] = other, turn_of(known, self.grid, self.where, bool(to_grid))
 
     def read(
-        self, name: str, levels: tuple[int, ...], inits: Indices, leads: Indices
+        self,
+        name: str,
+        levels: tuple[int, ...],
+        inits: Indices,
+        leads: Indices,
+        member: int | None = None,
     ) -> NDArray[np.float32]:
         """Read a variable at indices of initial and lead times: `(I, L, M, levels, H, W)`.
 
         Variables without levels have one level here; missing values are NaN. A chunk that contains
         several of the fields is read once.
 
+        Args:
+            name, levels: of the variable.
+            inits, leads: indices.
+            member: its index; None for all members.
+
         Raises:
             UserError: a field can't be read; names store, variable, initial and lead time.
         """
-        fields = self._read(name, levels, inits, leads)
+        fields = self._read(name, levels, inits, leads, member)
         if name not in self._turns:
             return fields
         other, turn = self._turns[name]
-        return np.asarray(turn(fields, self._read(other, levels, inits, leads)), np.float32)
+        return np.asarray(turn(fields, self._read(other, levels, inits, leads, member)), np.float32)
 
     def _read(
-        self, name: str, levels: tuple[int, ...], inits: Indices, leads: Indices
+        self,
+        name: str,
+        levels: tuple[int, ...],
+        inits: Indices,
+        leads: Indices,
+        member: int | None = None,
     ) -> NDArray[np.float32]:
         """Read a variable as it is stored, at the points of `grid`."""
         array = self._dataset[name].variable
         # Slices where possible: zarr reads them faster than lists of indices.
         selection = {"time": as_slice(inits), LEAD_DIM: as_slice(leads)}
+        if member is not None and MEMBER_DIM in array.dims:
+            selection[MEMBER_DIM] = slice(member, member + 1)
         if "level" in array.dims:
             present = self.variables[name].levels
             selection["level"] = as_slice(np.array([present.index(level) for level in levels]))
@@ -302,7 +319,7 @@ class ForecastStore:
             # Read the fields one by one: finds the damaged one, or succeeds if the error passed.
             if len(inits) * len(leads) > 1:
                 rows = [
-                    [self._read(name, levels, i, x) for x in single_indices(leads)]
+                    [self._read(name, levels, i, x, member) for x in single_indices(leads)]
                     for i in single_indices(inits)
                 ]
                 return np.concatenate([np.concatenate(row, axis=1) for row in rows])

@@ -88,9 +88,6 @@ def frame_of(cells: Grid, projection: str = "", box: Box | None = None) -> MapFr
         chosen = LatLon(0.0 if box.goes_round else box.middle[1])
     elif name == "polar":
         pole = 1 if box.middle[1] >= 0 else -1
-        # A hemisphere at most: the other pole would be the whole rim.
-        box = Box(max(box.south, 0.0) if pole > 0 else box.south,
-                  box.north if pole > 0 else min(box.north, 0.0), box.west, box.east)  # fmt: skip
         chosen = Polar(pole)
     return SphereFrame(cells, chosen, box)
 
@@ -110,8 +107,8 @@ def draw_map(field: FieldMap, path: Path) -> None:
         # From the truth's means, so that equal colours are equal values.
         mean = truth - departure_from_rows(truth)
         shades = [forecast - mean, truth - mean]
-    scale = field_scale(display, *shades)
     frame = frame_of(field.grid.cells)
+    scale = field_scale(display, *map(frame.sample, shades))
     figure, panels, bars = _three_panels(frame)
     lines = line_values(np.stack([forecast, truth])) if display.lines else np.empty(0)
     legend: list[Artist] = []
@@ -124,7 +121,7 @@ def draw_map(field: FieldMap, path: Path) -> None:
         legend += draw_surroundings(axes, frame, field.grid, field.bounds)
         axes.set_title(name)
     add_bar(figure, bars[0], scale, shade_label(display))
-    errors = error_scale(error)
+    errors = error_scale(frame.sample(error))
     draw_field(panels[2], frame, error, errors)
     draw_surroundings(panels[2], frame, field.grid, field.bounds)
     size = f"{root_mean_square(error, field.grid.cells):.3g}"
@@ -143,6 +140,17 @@ def display_in(cells: Grid, variable: str, unit: str) -> Display:
         # The mean along a row of a region has no meaning.
         display = display._replace(departure=False, colours=TEMPERATURE)
     return display
+
+
+def field_title(display: Display, level: int | None, model_levels: bool = False) -> str:
+    """Return the name of a field for a title: 500 hPa geopotential height."""
+    if level is None:
+        return display.label
+    return (
+        f"{display.label} on model level {level}"
+        if model_levels
+        else f"{level} hPa {display.label}"
+    )
 
 
 def shade_label(display: Display) -> str:
@@ -224,7 +232,7 @@ def draw_surroundings(
         )
         line.set_clip_path(clip)
         drawn.append(line)
-    drawn += draw_edges(axes, frame, grid.cells, bounds)
+    drawn += draw_edges(axes, frame, grid.cells, bounds, clip)
     axes.plot(*frame.outline, color=OUTLINE, linewidth=0.8, clip_on=False, zorder=6)
     return drawn
 
@@ -279,7 +287,9 @@ def _round_step(span: float) -> float:
     return float(next((x for x in ROUND_STEPS if span / x <= GRATICULE_LINES), 60))
 
 
-def draw_edges(axes: Axes, frame: MapFrame, cells: Grid, bounds: Sequence[int]) -> list[Artist]:
+def draw_edges(
+    axes: Axes, frame: MapFrame, cells: Grid, bounds: Sequence[int], clip: Polygon
+) -> list[Artist]:
     """Draw the edges between bands of rows; `bounds` are first rows, then the number of rows."""
     drawn: list[Artist] = []
     ranks = len(bounds) - 1
@@ -291,9 +301,11 @@ def draw_edges(axes: Axes, frame: MapFrame, cells: Grid, bounds: Sequence[int]) 
         else:
             x, y = np.array([-0.5, cells[1] - 0.5]), np.full(2, 0.5 - row)
         label = f"edge between the bands of {ranks} ranks" if not drawn else "_"
-        drawn += axes.plot(
+        (line,) = axes.plot(
             x, y, color=BAND_EDGE, linewidth=1.0, linestyle=(0, (5, 3)), zorder=5, label=label
         )
+        line.set_clip_path(clip)
+        drawn.append(line)
     return drawn[:1]
 
 
@@ -361,8 +373,8 @@ def draw_error_maps(
     if title:
         figure.suptitle(title_text(title, TITLE_CHARACTERS), x=0.01, ha="left")
     parts = (
-        ("root-mean-square error", rmse, size_scale(rmse)),
-        ("mean error (forecast - truth)", bias, error_scale(bias)),
+        ("root-mean-square error", rmse, size_scale(frame.sample(rmse))),
+        ("mean error (forecast - truth)", bias, error_scale(frame.sample(bias))),
     )
     for number, (name, values, scale) in enumerate(parts):
         left = (0.15 + number * (MAP_INCHES + 0.2)) / width

@@ -203,6 +203,11 @@ class SphereFrame(MapFrame):
                 span = abs(_span(cells))
                 east_of = degrees_east(around, west + span / 2)
                 around = west + span / 2 + np.clip(east_of, -span / 2, span / 2)
+        self._poles = cells.is_global and float(np.abs(cells.latitude[[0, -1]]).max()) < POLE
+        if self._poles:
+            ends = np.copysign(POLE, cells.latitude[[0, -1]])
+            rows = np.concatenate([ends[:1], cells.latitude, ends[1:]])
+            cells = Grid(rows, cells.longitude)
         self._interpolate = PointInterpolation(cells, shown, around)
 
     def place(self, longitude: Array, latitude: Array) -> Array:
@@ -217,8 +222,14 @@ class SphereFrame(MapFrame):
         return np.stack([x, y])
 
     def sample(self, values: NDArray[np.floating]) -> Array:
-        """Interpolate bilinearly, but only where the nearest point has a value."""
+        """Interpolate bilinearly, but only where the nearest point has a value.
+
+        A pole without a row has the mean of the row beside it.
+        """
         values = np.asarray(values, np.float64)
+        if self._poles:
+            means = (np.full_like(row, row.mean()) for row in values[[0, -1]])
+            values = np.vstack([next(means), values, next(means)])
         raster = np.full(self._inside.shape, np.nan)
         raster[self._inside] = self._interpolate(values)
         valid = np.isfinite(values)

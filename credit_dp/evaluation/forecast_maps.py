@@ -17,6 +17,7 @@ from credit_dp import checks
 from credit_dp.bands import balanced_bounds
 from credit_dp.checks import did_you_mean
 from credit_dp.data.grid import GLOBAL, REGIONS, Grid
+from credit_dp.data.units import usual_unit
 from credit_dp.errors import UserError
 from credit_dp.evaluation.field_display import (
     departure_from_rows,
@@ -142,7 +143,8 @@ class Chart:
         self._bounds = balanced_bounds(cells[0], request.edges) if request.edges else ()
         self._grid = MapGrid(cells, planet)
         self._frame = frame_of(cells, request.projection, find_box(cells, request))
-        self._display = display_in(cells, self._variable, store.variables[self._variable].units)
+        unit = store.variables[self._variable].units or usual_unit(self._variable)
+        self._display = display_in(cells, self._variable, unit)
         sampled = np.linspace(0, len(self.leads) - 1, min(len(self.leads), SCALE_FIELDS))
         fields = [self._read(self.leads[int(i)]) for i in sampled]
         sample = self._frame.sample
@@ -159,8 +161,10 @@ class Chart:
         values = self._read(lead)
         axes, bar = self.figure.axes
         axes.clear()
-        draw_field(axes, frame, self._shade(values), self._scale)
-        legend: list[Artist] = draw_lines(axes, frame, values, self._lines, display)
+        draw_field(axes, frame, frame.sample(self._shade(values)), self._scale)
+        legend: list[Artist] = []
+        if len(self._lines):
+            legend += draw_lines(axes, frame, frame.sample(values), self._lines, display)
         legend += draw_surroundings(axes, frame, self._grid, self._bounds)
         if not bar.has_data() and not bar.collections:
             add_bar(self.figure, bar, self._scale, shade_label(display))

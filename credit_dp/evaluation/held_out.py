@@ -555,11 +555,12 @@ def forecast_map(
     local = held_out.denormalise(torch.cat([forecast, truth]))[:, index]
     start = store.calendar.text(times[0]).replace("T", " ")
     return FieldMap(
-        title=f"{channel.name}, {held_out.hours[-1]} h forecast from {start} UTC",
+        title=f"{held_out.hours[-1]} h forecast from {start} UTC",
         unit=store.shown_unit(channel.variable),
         forecast=gather_field(local[0], manager),
         truth=gather_field(local[1], manager),
         grid=MapGrid(store.grid, planet_of(store.source.title)),
         bounds=manager.partition(len(store.latitude)).bounds,
-        variable=channel.variable,
+        channel=channel,
+        model_levels=bool(store.source.variables[channel.variable].model_levels),
     )

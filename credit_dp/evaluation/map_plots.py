@@ -99,7 +99,7 @@ def draw_map(field: FieldMap, path: Path) -> None:
     Raises:
         UserError: the file can't be written.
     """
-    display = display_in(field.grid.cells, field.variable, field.unit)
+    display = display_in(field.grid.cells, field.channel.variable, field.unit)
     forecast, truth = display.values(field.forecast), display.values(field.truth)
     error = forecast - truth
     shades = [forecast, truth]
@@ -108,28 +108,31 @@ def draw_map(field: FieldMap, path: Path) -> None:
         mean = truth - departure_from_rows(truth)
         shades = [forecast - mean, truth - mean]
     frame = frame_of(field.grid.cells)
-    scale = field_scale(display, *map(frame.sample, shades))
+    colours = [frame.sample(shade) for shade in shades]
+    scale = field_scale(display, *colours)
     figure, panels, bars = _three_panels(frame)
     lines = line_values(np.stack([forecast, truth])) if display.lines else np.empty(0)
     legend: list[Artist] = []
-    for axes, name, values, shade in (
-        (panels[0], "forecast", forecast, shades[0]),
-        (panels[1], "truth", truth, shades[1]),
+    for axes, name, values, raster in (
+        (panels[0], "forecast", forecast, colours[0]),
+        (panels[1], "truth", truth, colours[1]),
     ):
-        draw_field(axes, frame, shade, scale)
-        legend = draw_lines(axes, frame, values, lines, display)
+        draw_field(axes, frame, raster, scale)
+        legend = draw_lines(axes, frame, frame.sample(values), lines, display)
         legend += draw_surroundings(axes, frame, field.grid, field.bounds)
         axes.set_title(name)
     add_bar(figure, bars[0], scale, shade_label(display))
-    errors = error_scale(frame.sample(error))
-    draw_field(panels[2], frame, error, errors)
+    difference = frame.sample(error)
+    errors = error_scale(difference)
+    draw_field(panels[2], frame, difference, errors)
     draw_surroundings(panels[2], frame, field.grid, field.bounds)
     size = f"{root_mean_square(error, field.grid.cells):.3g}"
     panels[2].set_title(with_unit("forecast - truth", "") + f", RMSE {size} "
                         + with_unit("", display.difference_unit).strip(" ()"))  # fmt: skip
     add_bar(figure, bars[1], errors, with_unit("error", display.difference_unit))
     add_legend(panels[3], legend)
-    figure.suptitle(title_text(field.title, TITLE_CHARACTERS), x=0.01, ha="left")
+    name = field_title(display, field.channel.level, field.model_levels)
+    figure.suptitle(title_text(f"{name}, {field.title}", TITLE_CHARACTERS), x=0.01, ha="left")
     save_figure(figure, path)
 
 
@@ -169,16 +172,21 @@ def root_mean_square(values: Values, cells: Grid) -> float:
     return float(np.sqrt((weights * square).sum() / total)) if total else float("nan")
 
 
-def draw_field(axes: Axes, frame: MapFrame, values: Values, scale: ColourScale) -> None:
-    """Fill a map with the colours of a field `(H, W)`, interpolated; grey without a value."""
+def draw_field(axes: Axes, frame: MapFrame, raster: Values, scale: ColourScale) -> None:
+    """Fill a map with the colours of a field on the frame's raster; grey without a value."""
     axes.set_axis_off()
     axes.grid(visible=False)
     paper = Polygon(frame.outline.T, facecolor=NO_VALUE, edgecolor="none", zorder=0)
     axes.add_patch(paper)
-    raster = np.ma.masked_invalid(frame.sample(values))
     x, y = (_cell_edges(along) for along in (frame.x, frame.y))
     image = axes.pcolormesh(
-        x, y, raster, cmap=scale.colours, norm=scale.norm, rasterized=True, zorder=1
+        x,
+        y,
+        np.ma.masked_invalid(raster),
+        cmap=scale.colours,
+        norm=scale.norm,
+        rasterized=True,
+        zorder=1,
     )
     image.set_clip_path(paper)
     left, right = frame.outline[0].min(), frame.outline[0].max()
@@ -194,14 +202,19 @@ def _cell_edges(centres: np.ndarray) -> np.ndarray:
 
 
 def draw_lines(
-    axes: Axes, frame: MapFrame, values: Values, levels: np.ndarray, display: Display
+    axes: Axes, frame: MapFrame, raster: Values, levels: np.ndarray, display: Display
 ) -> list[Artist]:
     """Draw lines of equal values with numbers; return what a legend needs."""
     if not len(levels):
         return []
-    raster = np.ma.masked_invalid(frame.sample(values))
     drawn = axes.contour(
-        frame.x, frame.y, raster, levels=levels, colors="black", linewidths=0.6, zorder=3
+        frame.x,
+        frame.y,
+        np.ma.masked_invalid(raster),
+        levels=levels,
+        colors="black",
+        linewidths=0.6,
+        zorder=3,
     )
     drawn.set_clip_path(Polygon(frame.outline.T, transform=axes.transData))
     for text in axes.clabel(drawn, levels=levels[::2], inline_spacing=2, fmt="%g"):
@@ -373,14 +386,15 @@ def draw_error_maps(
     if title:
         figure.suptitle(title_text(title, TITLE_CHARACTERS), x=0.01, ha="left")
     parts = (
-        ("root-mean-square error", rmse, size_scale(frame.sample(rmse))),
-        ("mean error (forecast - truth)", bias, error_scale(frame.sample(bias))),
+        ("root-mean-square error", frame.sample(rmse), size_scale),
+        ("mean error (forecast - truth)", frame.sample(bias), error_scale),
     )
-    for number, (name, values, scale) in enumerate(parts):
+    for number, (name, raster, scale_of) in enumerate(parts):
         left = (0.15 + number * (MAP_INCHES + 0.2)) / width
         bottom, wide = (height - above - high) / height, MAP_INCHES / width
         axes = figure.add_axes((left, bottom, wide, high / height))
-        draw_field(axes, frame, values, scale)
+        scale = scale_of(raster)
+        draw_field(axes, frame, raster, scale)
         draw_surroundings(axes, frame, grid)
         axes.set_title(name)
         bar = figure.add_axes(
@@ -392,17 +406,21 @@ def draw_error_maps(
 
 @figure_style()
 def draw_last_lead_errors(
-    scores: HeldOutScores, last: LastLeadDiagnostics, grid: MapGrid, path: Path, variable: str = ""
+    scores: HeldOutScores, last: LastLeadDiagnostics, field: FieldMap, path: Path
 ) -> None:
-    """Write a PNG with root-mean-square and mean error of one channel on each grid point.
+    """Write a PNG with root-mean-square and mean error on each grid point.
+
+    Args:
+        scores, last: of a run.
+        field: of the channel of `last`, on the same grid.
+        path: of the PNG.
 
     Raises:
         UserError: the file can't be written.
     """
-    unit = scores.units[last.map_channel]
-    name = scores.channels[last.map_channel]
+    variable = field.channel.variable
+    name = field_title(display_of(variable, field.unit), field.channel.level, field.model_levels)
     forecasts = f"{last.hours} h forecasts from {counted(scores.samples, 'initial time')}"
-    figure = draw_error_maps(
-        grid, last.rmse, last.bias, unit, f"{name}, {forecasts}", variable or name
-    )
+    title = f"{name}, {forecasts}"
+    figure = draw_error_maps(field.grid, last.rmse, last.bias, field.unit, title, variable)
     save_figure(figure, path)

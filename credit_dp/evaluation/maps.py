@@ -15,6 +15,7 @@ from typing import final
 import numpy as np
 from numpy.typing import NDArray
 
+from credit_dp.data.channels import Channel
 from credit_dp.data.grid import FULL_CIRCLE, Grid
 from credit_dp.data.quickstart.dynamics import TITLE, land_fraction
 
@@ -47,9 +48,11 @@ class FieldMap:
     """Forecast and truth of one field, with title and unit.
 
     Attributes:
+        title: without the name of the field.
         forecast, truth: `(H, W)`, in `unit`.
         bounds: the first row of each rank's band, then H.
-        variable: its name, which says how the field is shown.
+        channel: says how the field is shown.
+        model_levels: whether its level is a model level.
     """
 
     title: str
@@ -58,7 +61,8 @@ class FieldMap:
     truth: np.ndarray
     grid: MapGrid
     bounds: Sequence[int]
-    variable: str = ""
+    channel: Channel
+    model_levels: bool = False
 
 
 def planet_of(title: str) -> str:

@@ -471,7 +471,7 @@ class _Run:
                 draw_loss, self.folder.log, persistence=persistence_loss(self.config)
             ),
             self.folder.rmse_plot: partial(draw_rmse, scores, last.spectra_channels),
-            self.folder.errors_plot: partial(draw_last_lead_errors, scores, last, field.grid),
+            self.folder.errors_plot: partial(draw_last_lead_errors, scores, last, field),
         }
         if has_spectra(field.grid.cells):
             plots[self.folder.spectra_plot] = partial(draw_spectra, scores, last)

@@ -30,25 +30,24 @@ from credit_dp.evaluation.figure_style import (
     use_figure_style,
     with_unit,
 )
+from credit_dp.evaluation.forecast_maps import ChartRequest, draw_forecast
+from credit_dp.evaluation.forecast_store import ForecastStore
 from credit_dp.evaluation.held_out import LastLeadDiagnostics
-from credit_dp.evaluation.maps import FieldMap, MapGrid, earth_coasts
+from credit_dp.evaluation.map_plots import draw_last_lead_errors, draw_map
+from credit_dp.evaluation.maps import FieldMap, MapGrid
 from credit_dp.evaluation.metrics import ErrorMap
 from credit_dp.evaluation.score_folder import scorecard_page
-from credit_dp.evaluation.score_plots import (
-    draw_last_lead_errors,
-    draw_map,
-    draw_rmse,
-    draw_spectra,
-)
+from credit_dp.evaluation.score_plots import draw_rmse, draw_spectra
 from credit_dp.evaluation.scorecard import HeldOutScores, Scorecard
 from credit_dp.sweeps import read_sweep
 from credit_dp.sweeps.plots import draw_metric, draw_scaling
 from credit_dp.sweeps.tables import sweep_table
 from credit_dp.training.loss_curve import draw_loss
+from tests.evaluation import forecasts
 from tests.sweeps.folders import write_done, write_sweep
 
 PACKAGE = Path(credit_dp.__file__).parent
-GRID = MapGrid(Grid(np.linspace(90, -90, 5), np.arange(8) * 45.0), earth_coasts())
+GRID = MapGrid(Grid(np.linspace(90, -90, 5), np.arange(8) * 45.0))
 FIELD = np.arange(40.0).reshape(5, 8)
 MEASURES = {"credit_dp.evaluation.maps"}  # it uses a figure that is never shown, to find contours
 LEADS = {"24h": {"model": 1.0, "persistence": 2.0, "climatology": 3.0}}
@@ -131,8 +130,15 @@ def draw_run(folder: Path) -> None:
     last = LastLeadDiagnostics(24, (0,), 0, np.ones((2, 1, 3, 5)), FIELD, FIELD - 20)
     draw_rmse(scores, [0], folder / "rmse.png")
     draw_spectra(scores, last, folder / "spectra.png")
-    draw_last_lead_errors(scores, last, GRID, folder / "errors.png")
-    draw_map(FieldMap("x", "K", FIELD, FIELD - 1, GRID, (0, 5)), folder / "map.png")
+    field = FieldMap("24 h", "K", FIELD, FIELD - 1, GRID, (0, 5), Channel("x"))
+    draw_last_lead_errors(scores, last, field, folder / "errors.png")
+    draw_map(field, folder / "map.png")
+
+
+def draw_stored_forecast(folder: Path) -> None:
+    """Draw a map of a stored forecast."""
+    stored = forecasts.write(forecasts.forecast(forecasts.truth()), folder / "forecast.zarr")
+    draw_forecast(ForecastStore.open(str(stored)), "", ChartRequest(), folder / "chart.png")
 
 
 def draw_comparison(folder: Path) -> None:
@@ -166,6 +172,7 @@ def test_every_module_draws_and_saves_in_the_style(
     scorecard_page(card())
     draw_comparison(tmp_path)
     draw_sweep(tmp_path)
+    draw_stored_forecast(tmp_path)
     modules = {key for key in drawing_modules() if key[1] not in MEASURES}
     assert set(seen) == modules, "a module that draws is not drawn here, or the other way round"
     assert {key for key, styled in seen.items() if not styled} == set()

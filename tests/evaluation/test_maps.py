@@ -4,30 +4,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import xarray as xr
-from matplotlib.colors import Normalize
-from matplotlib.figure import Figure
 
 from credit_dp.config import DataConfig, QuickstartConfig
 from credit_dp.data import quickstart
-from credit_dp.data.grid import Grid
+from credit_dp.data.channels import Channel
 from credit_dp.data.quickstart.dynamics import TITLE
 from credit_dp.data.sources.opening import open_source
-from credit_dp.evaluation.maps import NO_LINES, MapGrid, coasts_of, earth_coasts, outline
-from credit_dp.evaluation.score_plots import draw_cells, draw_coasts
-from tests.data import stores
-from tests.data.region_grids import polar_stereographic
+from credit_dp.evaluation.maps import EARTH, NO_LINES, SIMULATED, coasts_of, outline, planet_of
 from tests.evaluation import forecasts
-
-
-def planet(path: Path, **changes: object) -> DataConfig:
-    """Write a store with this title whose eastern half is land."""
-    data = stores.dataset(rows=12, columns=8)
-    land = np.zeros((12, 8), np.float32)
-    land[3:9, 2:6] = 1
-    data["land_sea_mask"] = (("latitude", "longitude"), land)
-    data = data.assign_attrs(title=f"{TITLE}, T5, seed 0").assign(**changes)
-    return stores.config(stores.write(data, path))
 
 
 def distance(lines: np.ndarray, longitude: float, latitude: float) -> float:
@@ -48,25 +32,9 @@ CAPES = {
 
 def test_capes_are_on_the_coast_and_no_line_crosses_the_map() -> None:
     for name, place in CAPES.items():
-        assert distance(earth_coasts(), *place) < 2, name
-    assert np.nanmax(np.abs(np.diff(earth_coasts(), axis=0))) < 10
-    assert distance(earth_coasts(), -140, 0) > 20
-
-
-def test_coasts_are_drawn_wherever_the_map_begins() -> None:
-    for west in (0, -180, -0.125, 90):
-        axes = Figure().subplots()
-        axes.set_xlim(west, west + 360)
-        axes.set_ylim(-90, 90)
-        draw_coasts(axes, earth_coasts())
-        assert axes.get_xlim() == (west, west + 360)
-        (line,) = axes.lines
-        x, y = line.get_data()
-        shown = np.stack([x, y], axis=1)[(x >= west) & (x <= west + 360)]
-        for longitude in range(-180, 180, 30):  # the Antarctic is everywhere
-            inside = (longitude - west) % 360 + west
-            away = np.hypot(shown[:, 0] - inside, shown[:, 1] + 70)
-            assert np.nanmin(away) < 16, (west, longitude)
+        assert distance(coasts_of(EARTH), *place) < 2, name
+    assert np.nanmax(np.abs(np.diff(coasts_of(EARTH), axis=0))) < 10
+    assert distance(coasts_of(EARTH), -140, 0) > 20
 
 
 @pytest.mark.slow
@@ -83,65 +51,37 @@ def test_longitudes_that_fall_or_turn_are_understood() -> None:
     assert outline(np.zeros((6, 8)), latitude, longitude) is NO_LINES
 
 
-def test_a_simulated_planet_has_its_own_coasts(tmp_path: Path) -> None:
-    source = open_source(planet(tmp_path / "planet.zarr"))
-    lines = coasts_of(source)
-    assert distance(lines, 67.5, 0) < 25
-    assert np.nanmin(lines[:, 0]) == pytest.approx(67.5)
-    real = open_source(stores.config(stores.write(stores.dataset(), tmp_path / "earth.zarr")))
-    assert coasts_of(real) is earth_coasts()
-    data = xr.open_zarr(tmp_path / "planet.zarr", chunks=None, consolidated=False).load()
-    stores.write(data.drop_vars("land_sea_mask"), tmp_path / "sea.zarr")
-    assert coasts_of(open_source(stores.config(tmp_path / "sea.zarr"))) is NO_LINES
+def test_a_simulated_planet_has_its_own_coasts() -> None:
+    """The first continent: half widths of 42 and 24 degrees around 80 E, 48 N."""
+    coasts = coasts_of(SIMULATED)
+    assert distance(coasts, 80, 24) < 2
+    assert distance(coasts, 80, 48) > 20
+    assert coasts_of("") is NO_LINES
 
 
 @pytest.mark.slow
 def test_the_quickstart_is_recognised(tmp_path: Path) -> None:
+    """Its mask of land has the coasts of the maps."""
     small = QuickstartConfig(truncation=5, runs=1, run_days=1, spinup_days=0)
-    quickstart.build(small, (8, 16), tmp_path / "made.zarr")
+    quickstart.build(small, (24, 48), tmp_path / "made.zarr")
     source = open_source(
         DataConfig(name="zarr", store=str(tmp_path / "made.zarr"), prognostic=["x"])
     )
-    assert source.title.startswith(TITLE)
-    assert 0 < len(coasts_of(source)) < 200
+    assert planet_of(source.title) == SIMULATED
+    land = source.read([Channel("land_sea_mask")], slice(0, 1), slice(0, 24))[0, 0]
+    for longitude, latitude in outline(land, source.latitude, source.longitude):
+        if np.isfinite(latitude) and abs(latitude) < 65:
+            assert distance(coasts_of(SIMULATED), longitude, latitude) < 5
+    assert planet_of("ERA5") == EARTH
 
 
 @pytest.mark.parametrize("simulated", [True, pytest.param(False, marks=pytest.mark.exhaustive)])
 def test_scorecards_draw_the_coasts_of_the_truth(tmp_path: Path, simulated: bool) -> None:
     observed = forecasts.truth()
-    land = np.zeros((9, 8), np.float32)
-    land[3:6, 2:6] = 1
-    observed["land_sea_mask"] = (("latitude", "longitude"), land)
     if simulated:
         observed = observed.assign_attrs(title=TITLE)
     forecasts.write(observed, tmp_path / "truth.zarr")
-    timed = observed.drop_vars("land_sea_mask")
-    forecasts.write(forecasts.climatology(timed), tmp_path / "climatology.zarr")
-    made = forecasts.write(forecasts.forecast(timed), tmp_path / "forecast.zarr")
+    forecasts.write(forecasts.climatology(observed), tmp_path / "climatology.zarr")
+    made = forecasts.write(forecasts.forecast(observed), tmp_path / "forecast.zarr")
     card = forecasts.scored(tmp_path, made, hours=(6,), variables=("2m_temperature",))
-    coasts = card.grid.coasts
-    assert (coasts is earth_coasts()) != simulated
-    assert np.nanmin(coasts[:, 0]) == pytest.approx(67.5) if simulated else True
-
-
-def test_maps_have_coasts_and_end_at_their_outermost_edges() -> None:
-    """A projection with the pole is drawn from the north."""
-    turned = (170 + 1.5 * np.arange(16) + 180) % 360 - 180
-    for grid, coasts, lines, limits in (
-        (Grid(np.linspace(87, -87, 6), np.arange(8) * 45.0), earth_coasts(), 1, (-22.5, 337.5)),
-        (Grid(np.linspace(60, 42, 13), turned), NO_LINES, 0, (169.25, 193.25)),
-    ):
-        axes = Figure().subplots()
-        shown = MapGrid(grid, coasts)
-        draw_cells(axes, shown, np.zeros(tuple(grid)), ("viridis", Normalize(0, 1)))
-        assert len(axes.lines) == lines
-        assert axes.get_xlim() == pytest.approx(limits)
-    assert axes.get_ylim() == pytest.approx((41.25, 60.75))
-    y, x = (1e5 * (np.arange(n) - n / 2 + 0.3) for n in (12, 16))
-    latitude, longitude, _ = polar_stereographic(y[::-1], x)
-    axes = Figure().subplots()
-    grid = MapGrid(Grid(latitude, longitude), earth_coasts())
-    draw_cells(axes, grid, np.ones((12, 16)), ("viridis", Normalize(0, 1)))
-    bottom, top = axes.get_ylim()
-    assert bottom > top  # rows are counted from the north
-    assert not axes.lines  # coasts are not on the projection
+    assert card.grid.planet == (SIMULATED if simulated else EARTH)

@@ -11,7 +11,7 @@ import xarray as xr
 from credit_dp.data.channels import Channel
 from credit_dp.data.grid import Grid
 from credit_dp.evaluation import score as evaluation_score
-from credit_dp.evaluation.maps import NO_LINES, MapGrid
+from credit_dp.evaluation.maps import MapGrid
 from credit_dp.evaluation.metric_table import METRICS
 from credit_dp.evaluation.metrics import ErrorMap
 from credit_dp.evaluation.score_folder import (
@@ -364,7 +364,7 @@ def test_names_and_units_are_shown_as_they_are() -> None:
         hours=(24,),
         channels=(Channel(r"<b>$\frac$"),),
         units=(r"<b>$\frac$",),
-        grid=MapGrid(Grid(np.array([45.0, -45.0]), np.array([0.0, 180.0])), NO_LINES),
+        grid=MapGrid(Grid(np.array([45.0, -45.0]), np.array([0.0, 180.0])), ""),
         scores={"rmse": np.ones((3, 1, 1))},
         spectra=np.full((2, 1, 1, 1, 2), np.nan),
         bands=("globe",),

@@ -12,7 +12,7 @@ import pytest
 from credit_dp.data.channels import Channel
 from credit_dp.data.grid import Grid
 from credit_dp.errors import UserError
-from credit_dp.evaluation.maps import NO_LINES, MapGrid
+from credit_dp.evaluation.maps import MapGrid
 from credit_dp.evaluation.metric_table import METRICS
 from credit_dp.evaluation.score_folder import ScoreFolder, score_image, scorecard_page
 from credit_dp.evaluation.scorecard import MAX_HEADLINES, Scorecard
@@ -30,7 +30,7 @@ def card(scores: dict[str, list[float]], channels: int = 1) -> Scorecard:
         hours=(24,),
         channels=tuple(Channel(f"x{number}") for number in range(channels)),
         units=("K",) * channels,
-        grid=MapGrid(Grid(np.array([45.0, -45.0]), np.array([0.0, 180.0])), NO_LINES),
+        grid=MapGrid(Grid(np.array([45.0, -45.0]), np.array([0.0, 180.0])), ""),
         scores={
             name: np.array(values)[:, None, None].repeat(channels, 2)
             for name, values in scores.items()

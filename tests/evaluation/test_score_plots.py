@@ -7,17 +7,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 from matplotlib.image import imread
 
 from credit_dp.config import Config
-from credit_dp.data.grid import Grid, row_edges
 from credit_dp.data.setup import prepare_training_data
 from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.errors import UserError
 from credit_dp.evaluation.figure_style import (
-    NO_VALUE,
     PALE,
     SERIES,
     figure_style,
@@ -31,17 +28,12 @@ from credit_dp.evaluation.held_out import (
     LastLeadDiagnostics,
     evaluate,
 )
-from credit_dp.evaluation.maps import NO_LINES, FieldMap, MapGrid
 from credit_dp.evaluation.metrics import EARTH_RADIUS, latitude_band_weights, region_wavelength
 from credit_dp.evaluation.score_plots import (
     NO_SPECTRUM,
     add_legend,
     channels_to_draw,
-    column_edges,
     create_panels,
-    draw_error_maps,
-    draw_map,
-    draw_panel,
     draw_scores,
     draw_spectra,
     draw_spectrum,
@@ -57,48 +49,10 @@ from tests.ranks import on_processes, on_threads
 from tests.training.runs import alone, make_config, make_store
 
 
-def field(bounds: tuple[int, ...]) -> FieldMap:
-    latitude, longitude = np.linspace(90, -90, 9), np.arange(12) * 30.0
-    truth = np.add.outer(np.cos(np.deg2rad(latitude)), np.sin(np.deg2rad(longitude)))
-    grid = MapGrid(Grid(latitude, longitude), NO_LINES)
-    return FieldMap("t, 24 h", "m2 s-2", truth + 0.1, truth, grid, bounds)
-
-
-def test_band_edges_are_drawn():
-    for bounds, edges in (((0, 9), []), ((0, 4, 9), [11.25]), ((0, 2, 4, 9), [56.25, 11.25])):
-        shown = field(bounds)
-        axes = Figure().subplots()
-        draw_panel(axes, shown, shown.truth, "truth", ("viridis", Normalize(-1, 1)))
-        # Each edge is a black line on a white one, across the whole map.
-        assert [line.get_ydata()[0] for line in axes.lines] == [y for y in edges for _ in range(2)]
-        assert [line.get_color() for line in axes.lines] == ["white", "black"] * len(edges)
-        assert all(list(line.get_xdata()) == [0, 1] for line in axes.lines)
-
-
 def test_exponents_are_raised_however_they_are_written():
     units = ("m2 s-2", "m**2 s**-2", "m^2 s^-2", "1")
     for write in (unit_label, superscript):
         assert list(map(write, units)) == ["m² s⁻²"] * 3 + ["1"], write
-
-
-@pytest.mark.slow
-def test_constant_fields_and_odd_names_can_be_drawn(tmp_path):
-    still = field((0, 9))
-    zero = np.zeros_like(still.truth)
-    draw_map(FieldMap("t", "K", zero, zero, still.grid, (0, 9)), tmp_path / "a.png")
-    odd = replace(field((0, 4, 9)), title="cost_$x^{_$", unit="$ m2 $")
-    draw_map(odd, tmp_path / "odd.png")
-    assert {path.name for path in tmp_path.iterdir()} == {"a.png", "odd.png"}
-    assert unit_label("$ m2") == r"\$ m²"  # dollars are no formula
-    with pytest.raises(UserError, match="plot could not be written"):
-        draw_map(field((0, 9)), tmp_path / "missing" / "map.png")
-
-
-def test_edges_enclose_the_globe():
-    assert row_edges(np.array([60.0, 0.0, -60.0])).tolist() == [90, 30, -30, -90]
-    assert row_edges(np.linspace(90, -90, 3)).tolist() == [90, 45, -45, -90]
-    assert column_edges(np.array([0.0, 90, 180, 270])).tolist() == [-45, 45, 135, 225, 315]
-    assert column_edges(np.array([180.0, 270, 0, 90])).tolist() == [135, 225, 315, 405, 495]
 
 
 ROWS = 13
@@ -324,31 +278,6 @@ def test_channels_that_lack_a_spectrum_are_drawn_only_without_others(tmp_path: P
     assert (tmp_path / "spectra.png").exists()
     with pytest.raises(UserError, match="no variable has"):
         draw_spectra(*spectra_of([nowhere]), tmp_path / "spectra.png")
-
-
-@pytest.mark.slow
-def test_points_without_values_are_grey(tmp_path: Path) -> None:
-    globe = field((0, 9))
-    holes = globe.truth.copy()
-    holes[2:5, 3:6] = np.nan
-    draw_map(replace(globe, truth=holes, forecast=holes), tmp_path / "map.png")
-    assert [path.name for path in tmp_path.iterdir()] == ["map.png"]
-    picture = imread(tmp_path / "map.png")[..., :3]
-    assert min(picture.shape[:2]) > 800
-    assert (np.abs(picture - int(NO_VALUE[1:3], 16) / 255) < 0.01).all(axis=-1).sum() > 10_000
-    nowhere = np.full_like(holes, np.nan)
-    draw_map(replace(globe, truth=nowhere, forecast=nowhere), tmp_path / "empty.png")
-    assert (tmp_path / "empty.png").exists()
-
-
-def test_the_title_of_error_maps_is_above_those_of_the_panels() -> None:
-    globe = field((0, 9))
-    figure = draw_error_maps(globe.grid, globe.truth, globe.truth, "K", "the title")
-    figure.draw_without_rendering()
-    title = figure.texts[0].get_window_extent()
-    assert title.y1 < figure.bbox.y1
-    for axes in figure.axes[:2]:
-        assert axes._left_title.get_window_extent().y1 < title.y0
 
 
 def test_long_titles_have_several_lines() -> None:

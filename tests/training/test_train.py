@@ -239,7 +239,7 @@ def test_a_plot_that_fails_costs_nothing_else(config, capsys, caplog, monkeypatc
         raise ValueError("no plot\nwith a second line")
 
     monkeypatch.setenv(DRAW_PLOTS, "1")
-    monkeypatch.setattr("credit_dp.evaluation.score_plots.draw_map", fail)
+    monkeypatch.setattr("credit_dp.evaluation.map_plots.draw_map", fail)
     folder = Path(config.run.dir)
     with failing_plots(), caplog.at_level(logging.INFO):
         assert run(config, RankInfo()) == 0

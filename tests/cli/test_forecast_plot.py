@@ -1,0 +1,176 @@
+"""`credit-dp forecast plot`: what is drawn, of every form of forecast, and wrong keys."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import xarray as xr
+from PIL import Image
+
+from credit_dp.cli.forecast_plot import open_forecast, read_request
+from credit_dp.evaluation import forecast_maps
+from credit_dp.evaluation.figure_style import figure_style
+from credit_dp.evaluation.forecast_maps import Chart, ChartRequest, find_box
+from credit_dp.evaluation.forecast_store import ForecastStore
+from credit_dp.evaluation.map_projection import Box
+from credit_dp.evaluation.maps import EARTH, SIMULATED
+from credit_dp.forecast.writer import SETTINGS_ATTRIBUTE
+from tests.cli.invocation import answer, assert_refused
+from tests.evaluation import forecasts
+
+
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a forecast as zarr store, one with members, and a region's."""
+    folder = tmp_path_factory.mktemp("stored")
+    observed = forecasts.truth()
+    made = forecasts.forecast(observed)
+    forecasts.write(made, folder / "forecast.zarr")
+    forecasts.write(made, folder / "forecast.nc")
+    forecasts.write(forecasts.forecast(observed, members=3), folder / "members.zarr")
+    region = made.isel(latitude=slice(2, 6), longitude=slice(1, 5))
+    forecasts.write(region, folder / "region.zarr")
+    return folder
+
+
+def plot(monkeypatch: pytest.MonkeyPatch, *words: object) -> tuple[int, str, str]:
+    return answer(monkeypatch, "forecast", "plot", *map(str, words), program="credit-dp")
+
+
+def test_a_map_has_a_name_of_its_own(stored: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    code, out, err = plot(monkeypatch, stored / "forecast.zarr", "edges=3")
+    assert (code, err) == (0, "")
+    written = stored / "forecast-geopotential-500-24h.png"
+    assert out == f"{written}\n"
+    with Image.open(written) as picture:
+        assert picture.width > 900
+
+
+def test_an_animation_has_a_frame_for_each_lead_time(
+    stored: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    words = (stored / "forecast.nc", "variable=2m_temperature", f"out={tmp_path}/a.gif")
+    code, out, err = plot(monkeypatch, *words)
+    assert (code, out, err) == (0, f"{tmp_path}/a.gif (3 lead times)\n", "")
+    with Image.open(tmp_path / "a.gif") as picture:
+        assert picture.n_frames == len(forecasts.LEADS)  # type: ignore[attr-defined]
+    assert [path.name for path in tmp_path.iterdir()] == ["a.gif"]
+
+
+def test_a_chart_shows_the_field_that_it_is_for(stored: Path) -> None:
+    """Read one at a time: level, lead time, initial time and member."""
+    store = ForecastStore.open(str(stored / "members.zarr"))
+    with xr.open_zarr(stored / "members.zarr", consolidated=False) as data:
+        init = data["time"].values[1]
+        request = ChartRequest("temperature", 850, 6, str(init)[:16], member=2)
+        chart = Chart(store, "", request)
+        wanted = data["temperature"].sel(level=850, prediction_timedelta="6h", time=init)
+        shown = chart._read(chart.leads[0])
+        rows = wanted.isel(number=2).transpose("latitude", "longitude").sortby("latitude")[::-1]
+        assert shown == pytest.approx(rows.values - 273.15, abs=1e-3)
+    with figure_style():
+        chart.draw(chart.leads[0])
+    assert chart.figure.get_suptitle() == "850 hPa temperature, member 2"
+    assert " + 6 h, valid 2000-01-0" in chart.figure.axes[0].get_title(loc="left")
+
+
+def request_of(**keys: object) -> ChartRequest:
+    names = ("variable", "level", "lead", "init", "region", "projection", "contours")
+    return read_request({**dict.fromkeys(names, ""), "member": 0, "edges": 0, **keys})
+
+
+def test_regions_are_boxes_within_the_forecast(stored: Path) -> None:
+    def box(name: str, **keys: object) -> Box | None:
+        return find_box(ForecastStore.open(str(stored / name)).grid, request_of(**keys))
+
+    assert box("forecast.zarr", region="europe") == Box(35, 75, -12.5, 42.5)
+    assert box("forecast.zarr", region="arctic") == Box(60, 90, -180, 180)
+    assert box("forecast.zarr", region="[-40,10,170,-150]") == Box(-40, 10, 170, 210)
+    assert box("forecast.zarr", projection="polar") == Box(0, 90, -180, 180)
+    assert box("forecast.zarr") is None
+    found = box("region.zarr", region="[-80,80,10,100]")
+    assert found is not None
+    whole = forecast_maps.box_of(ForecastStore.open(str(stored / "region.zarr")).grid)
+    assert (found.south, found.north) == (whole.south, whole.north)
+    assert (found.west, found.east) == (whole.west, 100)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("members.zarr", "member=1", "lead=6h", "contours=4", "projection=polar"),
+        ("region.zarr", "variable=temperature", "contours=true"),
+        ("forecast.nc", "region=southern-hemisphere", "projection=equal-earth", "edges=2"),
+    ],
+)
+def test_other_maps_are_drawn(
+    stored: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, words: Sequence[str]
+) -> None:
+    code, _, err = plot(monkeypatch, stored / words[0], *words[1:], f"out={tmp_path}/m.png")
+    assert (code, err) == (0, "")
+    assert (tmp_path / "m.png").exists()
+
+
+def test_lines_are_where_the_user_wants_them(stored: Path) -> None:
+    store = ForecastStore.open(str(stored / "forecast.zarr"))
+
+    def lines(**keys: object) -> np.ndarray:
+        return Chart(store, "", request_of(lead="24h", **keys))._lines
+
+    assert len(lines()) > 3  # of geopotential, unless told otherwise
+    assert not len(lines(contours="false"))
+    assert np.diff(lines(contours="0.5")) == pytest.approx(0.5)
+    assert not len(lines(variable="temperature"))
+    assert len(lines(variable="temperature", contours="true")) > 3
+
+
+def test_forecasts_of_the_quickstart_have_its_land(tmp_path: Path) -> None:
+    made = forecasts.forecast(forecasts.truth())
+    text = '{"stores": ["/home/user/quickstart-T21-32x64-b08d.zarr"]}'
+    forecasts.write(made.assign_attrs({SETTINGS_ATTRIBUTE: text}), tmp_path / "own.zarr")
+    forecasts.write(made, tmp_path / "other.zarr")
+    assert open_forecast(str(tmp_path / "own.zarr"))[1] == SIMULATED
+    assert open_forecast(str(tmp_path / "other.zarr"))[1] == EARTH
+
+
+REFUSED = {
+    "": "forecast plot: needs the path of one forecast, got 0",
+    "nowhere.zarr": "nowhere.zarr: no such",
+    "F/forecast.zarr other.zarr": "needs the path of one forecast, got 2",
+    "F/forecast.zarr levle=500": "needs keys like variable, .* got 'levle=500'. Did you mean level",
+    "F/forecast.zarr variable=geopotentail": (
+        "variable: .* has 2m_temperature, geopotential, temperature, got 'geopotentail'. Did you"
+    ),
+    "F/forecast.zarr level=510": "level: geopotential is on 500, 850, 1000, got 510",
+    "F/forecast.zarr level=high": "level: needs a whole number, got 'high'",
+    "F/forecast.zarr variable=2m_temperature level=500": "2m_temperature has no levels, got 500",
+    "F/forecast.zarr lead=7h": "lead: .* has 0h, 6h, 24h, got 7h",
+    "F/forecast.zarr lead=soon": "lead: needs whole hours or days",
+    "F/forecast.zarr init=2000-01-09": "init: .* has 2 times from 2000-01-02T00 to .*, got 2000",
+    "F/forecast.zarr init=never": "init: needs a date",
+    "F/forecast.zarr member=1": "member: needs 0 to 0, .* got 1",
+    "F/members.zarr member=x": "member: needs a whole number, got 'x'",
+    "F/forecast.zarr region=eurpe": "region: .*europe",
+    "F/forecast.zarr region=[1,2,3]": r"region: needs a name, or \[south,north,west,east\]",
+    "F/forecast.zarr region=[1,a,3,4]": r"region: needs a name, or \[south,north,west,east\]",
+    "F/region.zarr region=antarctic": "region: .* covers latitude .* no part of antarctic",
+    "F/forecast.zarr projection=mercator": "projection: .*equal-earth",
+    "F/forecast.zarr contours=-1": "contours: needs true, false or a number above 0, got '-1'",
+    "F/forecast.zarr contours=0.0001": "contours: 0.0001 gives .* lines. Give a larger step",
+    "F/forecast.zarr edges=99": "edges: needs 2 to 9 ranks, got 99",
+    "F/forecast.zarr out=map.jpg": "out: needs a name that ends in .png or .gif, got map.jpg",
+    "F/forecast.zarr lead=all out=map.png": "out: lead=all needs a name that ends in .gif",
+    "F/forecast.zarr out=F/missing/map.png": "the map could not be written .* change out",
+}
+
+
+def test_mistakes_get_one_line_and_no_picture(stored: Path, tmp_path: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path)
+        before = sorted(stored.rglob("*"))
+        lines = {typed.replace("F/", f"{stored}/"): said for typed, said in REFUSED.items()}
+        assert_refused(lines, "forecast plot")
+        assert not list(tmp_path.iterdir())
+        assert sorted(stored.rglob("*")) == before

@@ -4,7 +4,6 @@
 """
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import final
@@ -92,10 +91,8 @@ def draw_forecast(store: ForecastStore, planet: str, request: ChartRequest, path
             # Pillow finds the format from the suffix.
             with atomic_path(path, path.with_name(f".{path.stem}.partial.gif")) as temporary:
                 writer = PillowWriter(fps=FRAMES_PER_SECOND)
-                saving: AbstractContextManager[None] = writer.saving(
-                    chart.figure, str(temporary), dpi=chart.figure.dpi
-                )
-                with saving:
+                # With the figure's own resolution; matplotlib has no type for this method.
+                with writer.saving(chart.figure, str(temporary), None):  # type: ignore[no-untyped-call]
                     for lead in chart.leads:
                         chart.draw(lead)
                         writer.grab_frame()

@@ -108,7 +108,8 @@ def read_request(keys: Mapping[str, Any]) -> "ChartRequest":
     from credit_dp.evaluation.forecast_maps import ChartRequest
     from credit_dp.forecast.request import parse_hours
 
-    region, box = keys["region"], ()
+    region = keys["region"]
+    box: tuple[float, ...] = ()
     if region.startswith("["):
         try:
             region, box = "", tuple(float(x) for x in parse_list("region", keys["region"]))

@@ -152,7 +152,7 @@ def field_scale(display: Display, *fields: Values) -> ColourScale:
         if low < 0 < high and min(high, -low) > 0.2 * max(high, -low):
             return _around(0.0, max(high, -low))
         colours = SEQUENTIAL
-    return _scale(colours, _steps(low, high), "both" if low < 0 or high > low else "neither")
+    return _scale(colours, _steps(low, high), "both")
 
 
 def error_scale(*errors: Values) -> ColourScale:
@@ -168,7 +168,7 @@ def size_scale(values: Values) -> ColourScale:
 def _around(centre: float, limit: float) -> ColourScale:
     limit = max(limit, MIN_SPAN)
     locator = MaxNLocator(COLOUR_STEPS, steps=NICE, symmetric=True)
-    edges = locator.tick_values(-limit, limit)
+    edges = np.asarray(locator.tick_values(-limit, limit))
     # The two colours beside the centre are one, so that small values are white.
     return _scale(DIVERGING, centre + edges[np.abs(edges) > 1e-9 * limit], "both")
 
@@ -182,14 +182,16 @@ def _scale(
     name: str, edges: Sequence[float] | NDArray[np.float64], extend: str, below: str = ""
 ) -> ColourScale:
     """Return a scale with a colour between each pair of edges and at each end with an arrow."""
-    ends = {"both": (True, True), "max": (False, True), "neither": (False, False)}[extend]
-    count = len(edges) - 1 + sum(ends)
-    shades = matplotlib.colormaps[name](np.linspace(0, 1, max(count, 2)))
-    inner = ListedColormap(shades[int(ends[0]) : len(edges) - 1 + int(ends[0])], name)
-    colours = inner.with_extremes(
-        bad=NO_VALUE, under=below or shades[0], over=shades[-1] if ends[1] else inner.colors[-1]
+    first = int(extend == "both")
+    inner = len(edges) - 1
+    shades = [
+        (float(red), float(green), float(blue))
+        for red, green, blue, _ in matplotlib.colormaps[name](np.linspace(0, 1, first + inner + 1))
+    ]
+    colours = ListedColormap(shades[first : first + inner], name).with_extremes(
+        bad=NO_VALUE, under=below or shades[0], over=shades[-1]
     )
-    return ColourScale(colours, BoundaryNorm(np.asarray(edges), len(edges) - 1), extend)
+    return ColourScale(colours, BoundaryNorm(np.asarray(edges), inner), extend)
 
 
 def _limit(*fields: Values) -> float:

@@ -91,8 +91,7 @@ def draw_forecast(store: ForecastStore, planet: str, request: ChartRequest, path
             # Pillow finds the format from the suffix.
             with atomic_path(path, path.with_name(f".{path.stem}.partial.gif")) as temporary:
                 writer = PillowWriter(fps=FRAMES_PER_SECOND)
-                # With the figure's own resolution; matplotlib has no type for this method.
-                with writer.saving(chart.figure, str(temporary), None):  # type: ignore[no-untyped-call]
+                with writer.saving(chart.figure, str(temporary), None):  # in its own resolution
                     for lead in chart.leads:
                         chart.draw(lead)
                         writer.grab_frame()
@@ -173,7 +172,7 @@ class Chart:
             f"{text(start).replace('T', ' ')} + {hours:g} h, "
             f"valid {text(valid).replace('T', ' ')} UTC"
         )
-        name = field_title(display, self._level, self._store.model_levels)
+        name = field_title(display, self._level, bool(self._store.model_levels))
         member = f", member {self._request.member}" if self._store.members > 1 else ""
         self.figure.suptitle(
             title_text(name + member, TITLE_CHARACTERS), x=axes.get_position().x0, ha="left"

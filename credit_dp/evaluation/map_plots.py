@@ -218,7 +218,7 @@ def draw_lines(
     )
     drawn.set_clip_path(Polygon(frame.outline.T, transform=axes.transData))
     for text in axes.clabel(drawn, levels=levels[::2], inline_spacing=2, fmt="%g"):
-        text.set_size(LINE_LABEL_SIZE)
+        text.set_fontsize(LINE_LABEL_SIZE)
     if len(levels) < 2:
         return []
     every = with_unit("", display.unit).strip(" ()")
@@ -244,7 +244,7 @@ def draw_surroundings(
             x, y, color=COAST, linewidth=0.9, zorder=4, label=COAST_LABELS[grid.planet]
         )
         line.set_clip_path(clip)
-        drawn.append(line)
+        drawn += [line] if COAST_LABELS[grid.planet] else []
     drawn += draw_edges(axes, frame, grid.cells, bounds, clip)
     axes.plot(*frame.outline, color=OUTLINE, linewidth=0.8, clip_on=False, zorder=6)
     return drawn
@@ -332,7 +332,7 @@ def add_bar(figure: Figure, axes: Axes, scale: ColourScale, label: str) -> Color
     thin = edges[:: 1 + len(edges) // 13] if len(edges) > 13 else edges
     bar.set_ticks(list(thin), labels=[f"{value:g}" for value in thin])
     bar.set_label(label)
-    bar.outline.set_linewidth(0.5)  # type: ignore[operator]
+    bar.outline.set_linewidth(0.5)
     axes.tick_params(length=2, width=0.5)
     return bar
 
@@ -385,15 +385,15 @@ def draw_error_maps(
     figure = Figure(figsize=(width, height))
     if title:
         figure.suptitle(title_text(title, TITLE_CHARACTERS), x=0.01, ha="left")
+    rasters = frame.sample(rmse), frame.sample(bias)
     parts = (
-        ("root-mean-square error", frame.sample(rmse), size_scale),
-        ("mean error (forecast - truth)", frame.sample(bias), error_scale),
+        ("root-mean-square error", rasters[0], size_scale(rasters[0])),
+        ("mean error (forecast - truth)", rasters[1], error_scale(rasters[1])),
     )
-    for number, (name, raster, scale_of) in enumerate(parts):
+    for number, (name, raster, scale) in enumerate(parts):
         left = (0.15 + number * (MAP_INCHES + 0.2)) / width
         bottom, wide = (height - above - high) / height, MAP_INCHES / width
         axes = figure.add_axes((left, bottom, wide, high / height))
-        scale = scale_of(raster)
         draw_field(axes, frame, raster, scale)
         draw_surroundings(axes, frame, grid)
         axes.set_title(name)

@@ -206,8 +206,8 @@ class SphereFrame(MapFrame):
         self._poles = cells.is_global and float(np.abs(cells.latitude[[0, -1]]).max()) < POLE
         if self._poles:
             ends = np.copysign(POLE, cells.latitude[[0, -1]])
-            rows = np.concatenate([ends[:1], cells.latitude, ends[1:]])
-            cells = Grid(rows, cells.longitude)
+            with_poles = np.concatenate([ends[:1], cells.latitude, ends[1:]])
+            cells = Grid(with_poles, cells.longitude)
         self._interpolate = PointInterpolation(cells, shown, around)
 
     def place(self, longitude: Array, latitude: Array) -> Array:
@@ -216,8 +216,9 @@ class SphereFrame(MapFrame):
         x, y = self.projection.forward(east, latitude)
         with np.errstate(invalid="ignore"):
             jumps = np.abs(np.diff(east)) > HALF_CIRCLE
-        # A line that crosses the edge goes on at the other side.
-        cuts = np.flatnonzero(jumps) + 1 if not isinstance(self.projection, Polar) else []
+        # A line that crosses the edge goes on at the other side; around a pole there is no edge.
+        jumps &= not isinstance(self.projection, Polar)
+        cuts = np.flatnonzero(jumps) + 1
         x, y = (np.insert(part, cuts, np.nan) for part in (x, y))
         return np.stack([x, y])
 

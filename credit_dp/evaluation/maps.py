@@ -21,8 +21,9 @@ from credit_dp.data.quickstart.dynamics import TITLE, land_fraction
 
 EARTH = "earth"
 SIMULATED = "simulated"  # the quickstart's planet
+# In legends; the Earth's coasts need no words.
 COAST_LABELS: Mapping[str, str] = MappingProxyType(
-    {EARTH: "coast", SIMULATED: "land of the simulated planet"}
+    {EARTH: "", SIMULATED: "land of the simulated planet"}
 )
 
 Lines = NDArray[np.floating]  # (N, 2) longitude and latitude in degrees, NaN between lines

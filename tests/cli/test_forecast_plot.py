@@ -9,11 +9,10 @@ import xarray as xr
 from PIL import Image
 
 from credit_dp.cli.forecast_plot import open_forecast, read_request
-from credit_dp.evaluation import forecast_maps
 from credit_dp.evaluation.figure_style import figure_style
 from credit_dp.evaluation.forecast_maps import Chart, ChartRequest, find_box
 from credit_dp.evaluation.forecast_store import ForecastStore
-from credit_dp.evaluation.map_projection import Box
+from credit_dp.evaluation.map_projection import Box, box_of
 from credit_dp.evaluation.maps import EARTH, SIMULATED
 from credit_dp.forecast.writer import SETTINGS_ATTRIBUTE
 from tests.cli.invocation import answer, assert_refused
@@ -54,7 +53,7 @@ def test_an_animation_has_a_frame_for_each_lead_time(
     code, out, err = plot(monkeypatch, *words)
     assert (code, out, err) == (0, f"{tmp_path}/a.gif (3 lead times)\n", "")
     with Image.open(tmp_path / "a.gif") as picture:
-        assert picture.n_frames == len(forecasts.LEADS)  # type: ignore[attr-defined]
+        assert picture.n_frames == len(forecasts.LEADS)
     assert [path.name for path in tmp_path.iterdir()] == ["a.gif"]
 
 
@@ -91,7 +90,7 @@ def test_regions_are_boxes_within_the_forecast(stored: Path) -> None:
     assert box("forecast.zarr") is None
     found = box("region.zarr", region="[-80,80,10,100]")
     assert found is not None
-    whole = forecast_maps.box_of(ForecastStore.open(str(stored / "region.zarr")).grid)
+    whole = box_of(ForecastStore.open(str(stored / "region.zarr")).grid)
     assert (found.south, found.north) == (whole.south, whole.north)
     assert (found.west, found.east) == (whole.west, 100)
 

@@ -19,7 +19,7 @@ from credit_dp.evaluation.field_display import (
     field_scale,
     line_values,
 )
-from credit_dp.evaluation.figure_style import NO_VALUE, figure_style
+from credit_dp.evaluation.figure_style import COAST, NO_VALUE, figure_style
 from credit_dp.evaluation.map_plots import (
     draw_error_maps,
     draw_map,
@@ -140,8 +140,10 @@ def test_coasts_are_drawn_on_every_kind_of_map() -> None:
     for cells in (field().grid.cells, Grid(latitude, longitude)):
         for planet in (EARTH, SIMULATED):
             axes = Figure().subplots()
-            (coast,) = draw_surroundings(axes, frame_of(cells), MapGrid(cells, planet))
-            assert np.isfinite(coast.get_xydata()).all(axis=1).sum() > 10  # type: ignore[attr-defined]
+            legend = draw_surroundings(axes, frame_of(cells), MapGrid(cells, planet))
+            assert len(legend) == (planet == SIMULATED)
+            (coast,) = (line for line in axes.lines if line.get_color() == COAST)
+            assert np.isfinite(coast.get_xydata()).all(axis=1).sum() > 10
 
 
 @pytest.mark.slow

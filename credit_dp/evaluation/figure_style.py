@@ -12,8 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 import matplotlib
 from cycler import cycler
-from matplotlib.axes import Axes
-from matplotlib.ticker import FuncFormatter
 
 from credit_dp.plain_text import SUPERSCRIPTS
 from credit_dp.plain_text import superscript as superscript
@@ -97,12 +95,6 @@ def use_figure_style() -> None:
 def series_colour(index: int) -> str:
     """Return the colour of a line by its index, cycling through `SERIES`."""
     return SERIES[index % len(SERIES)]
-
-
-def label_degrees(axes: Axes) -> None:
-    """Label the ticks of a map in degrees north, south, east and west."""
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: longitude_label(value)))
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: latitude_label(value)))
 
 
 def latitude_label(degrees: float) -> str:

@@ -349,8 +349,17 @@ def _common_part(wanted: Box, whole: Box, request: ChartRequest) -> Box:
 
 
 def usual_name(where: str, store: ForecastStore, request: ChartRequest, suffix: str) -> str:
-    """Return the name of a picture: forecast-geopotential-500-48h.png."""
+    """Return the name of a picture, with what was requested: forecast-geopotential-500-48h.png."""
     variable = find_variable(store, request.variable)
     level = find_level(store, variable, request.level)
-    parts = [Path(where.rstrip("/")).stem, variable, *([] if level is None else [str(level)])]
-    return "-".join([*parts, *([] if request.lead is None else [f"{request.lead}h"])]) + suffix
+    parts = [
+        Path(where.rstrip("/")).stem,
+        variable,
+        "" if level is None else str(level),
+        request.init.replace(":", ""),
+        "" if request.lead is None else f"{request.lead}h",
+        f"member{request.member}" if request.member else "",
+        request.region,
+        request.projection,
+    ]
+    return "-".join(filter(None, parts)) + suffix

@@ -7,6 +7,7 @@ colours, and `draw_surroundings` adds coasts, the graticule, the outline and the
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import final
 
 import numpy as np
 from matplotlib.artist import Artist
@@ -41,6 +42,7 @@ from credit_dp.evaluation.figure_style import (
     latitude_label,
     longitude_label,
     title_text,
+    unit_label,
     with_unit,
 )
 from credit_dp.evaluation.held_out import LastLeadDiagnostics
@@ -65,6 +67,7 @@ MAP_INCHES = 4.4  # width of a map of two
 ROUND_STEPS = (1, 2, 5, 10, 15, 20, 30)  # degrees between lines of a graticule
 GRATICULE_LINES = 7  # at most, in one direction
 LINE_POINTS = 181  # of a circle of the graticule
+NARROW = 1.4  # maps with a smaller ratio of width to height
 TITLE_CHARACTERS = 90  # of a title that fits above two maps
 PROJECTIONS = ("equal-earth", "lat-lon", "polar")
 
@@ -110,30 +113,36 @@ def draw_map(field: FieldMap, path: Path) -> None:
     frame = frame_of(field.grid.cells)
     colours = [frame.sample(shade) for shade in shades]
     scale = field_scale(display, *colours)
-    figure, panels, bars = _three_panels(frame)
     lines = line_values(np.stack([forecast, truth])) if display.lines else np.empty(0)
+    # Narrow maps are three in a row; the error of wide ones, of the globe, is below the forecast.
+    in_row = frame.aspect < NARROW
+    layout = Layout(frame, 3 if in_row else 2, 1 if in_row else 2, above=0.62)
     legend: list[Artist] = []
-    for axes, name, values, raster in (
-        (panels[0], "forecast", forecast, colours[0]),
-        (panels[1], "truth", truth, colours[1]),
+    for column, (name, values, raster) in enumerate(
+        (("forecast", forecast, colours[0]), ("truth", truth, colours[1]))
     ):
+        axes = layout.map(column)
         draw_field(axes, frame, raster, scale)
         legend = draw_lines(axes, frame, frame.sample(values), lines, display)
         legend += draw_surroundings(axes, frame, field.grid, field.bounds)
         axes.set_title(name)
-    add_bar(figure, bars[0], scale, shade_label(display))
+    add_bar(layout.figure, layout.bar(0, columns=2), scale, shade_label(display))
+    place = (2, 0) if in_row else (0, 1)
+    axes = layout.map(*place)
     difference = frame.sample(error)
     errors = error_scale(difference)
-    draw_field(panels[2], frame, difference, errors)
-    draw_surroundings(panels[2], frame, field.grid, field.bounds)
-    size = f"{root_mean_square(error, field.grid.cells):.3g}"
-    panels[2].set_title(with_unit("forecast - truth", "") + f", RMSE {size} "
-                        + with_unit("", display.difference_unit).strip(" ()"))  # fmt: skip
-    add_bar(figure, bars[1], errors, with_unit("error", display.difference_unit))
-    add_legend(panels[3], legend)
+    draw_field(axes, frame, difference, errors)
+    draw_surroundings(axes, frame, field.grid, field.bounds)
+    size = root_mean_square(error, field.grid.cells)
+    axes.set_title(f"forecast - truth, RMSE {size:.3g} {unit_label(display.difference_unit)}")
+    label = with_unit("error", display.difference_unit)
+    add_bar(layout.figure, layout.bar(*place), errors, label)
+    add_legend(layout.legend() if in_row else layout.map(1, 1), legend, in_row)
     name = field_title(display, field.channel.level, field.model_levels)
-    figure.suptitle(title_text(f"{name}, {field.title}", TITLE_CHARACTERS), x=0.01, ha="left")
-    save_figure(figure, path)
+    layout.figure.suptitle(
+        title_text(f"{name}, {field.title}", TITLE_CHARACTERS), x=0.01, ha="left"
+    )
+    save_figure(layout.figure, path)
 
 
 def display_in(cells: Grid, variable: str, unit: str) -> Display:
@@ -221,8 +230,8 @@ def draw_lines(
         text.set_fontsize(LINE_LABEL_SIZE)
     if len(levels) < 2:
         return []
-    every = with_unit("", display.unit).strip(" ()")
-    label = f"{display.label}, every {levels[1] - levels[0]:g} {every}"
+    step = f"{levels[1] - levels[0]:g} {unit_label(display.unit)}"
+    label = f"{display.label}, every {step}"
     return list(axes.plot([], [], color="black", linewidth=0.6, label=label))
 
 
@@ -337,39 +346,58 @@ def add_bar(figure: Figure, axes: Axes, scale: ColourScale, label: str) -> Color
     return bar
 
 
-def add_legend(axes: Axes, handles: Sequence[Artist]) -> None:
+def add_legend(axes: Axes, handles: Sequence[Artist], in_row: bool = False) -> None:
     """Write a legend of lines into empty axes."""
     axes.set_axis_off()
     if handles:
-        axes.legend(handles=list(handles), loc="center left", handlelength=3.0, labelspacing=1.0)
+        columns = len(handles) if in_row else 1
+        axes.legend(handles=list(handles), loc="center left", ncols=columns, labelspacing=1.0)
 
 
-def _three_panels(frame: MapFrame) -> tuple[Figure, list[Axes], list[Axes]]:
-    """Return a figure with axes for two maps above, one below and a legend, and two colour bars."""
-    high = MAP_INCHES / frame.aspect
-    width = 2 * MAP_INCHES + 0.5
-    top, bar, gap = 0.62, 0.12, 0.62  # inches above the maps, of a bar, and below a bar
-    height = top + 2 * (high + bar + gap) + 0.25
-    figure = Figure(figsize=(width, height))
-    left, right = 0.15, 0.35 + MAP_INCHES
+@final
+class Layout:
+    """Maps of one size in a figure, with colour bars below them; all numbers are inches.
 
-    def box(x: float, from_top: float, wide: float, tall: float) -> Axes:
-        bottom = height - from_top - tall
-        return figure.add_axes((x / width, bottom / height, wide / width, tall / height))
+    Args:
+        frame: of all maps.
+        columns, rows: of maps.
+        above: room for titles.
+    """
 
-    below = top + high + 0.1
-    second = below + bar + gap + 0.1
-    panels = [
-        box(left, top, MAP_INCHES, high),
-        box(right, top, MAP_INCHES, high),
-        box(left, second, MAP_INCHES, high),
-        box(right, second, MAP_INCHES, high),
-    ]
-    bars = [
-        box(width * 0.25, below, width * 0.5, bar),
-        box(left + MAP_INCHES * 0.1, second + high + 0.1, MAP_INCHES * 0.8, bar),
-    ]
-    return figure, panels, bars
+    BAR, TO_BAR, BELOW_BAR, BETWEEN = 0.12, 0.1, 0.62, 0.2
+
+    def __init__(self, frame: MapFrame, columns: int, rows: int, above: float) -> None:
+        with_degrees = isinstance(frame, SphereFrame) and isinstance(frame.projection, LatLon)
+        degrees = (0.35, 0.2) if with_degrees else (0.0, 0.0)  # left of and below each map
+        self.wide = MAP_INCHES if columns < 3 else 2 * MAP_INCHES / 3
+        self.high = self.wide / frame.aspect
+        self._above, self._left, self._below = above, 0.15 + degrees[0], degrees[1]
+        self._step = self.wide + self.BETWEEN + degrees[0]
+        self._row = self.high + self._below + self.TO_BAR + self.BAR + self.BELOW_BAR
+        self.width = self._left + columns * self._step
+        self.height = above + rows * self._row + 0.1
+        self.figure = Figure(figsize=(self.width, self.height))
+
+    def map(self, column: int, row: int = 0) -> Axes:
+        """Add axes for a map."""
+        left = self._left + column * self._step
+        return self._axes(left, self._above + row * self._row, self.wide, self.high)
+
+    def bar(self, column: int, row: int = 0, columns: int = 1) -> Axes:
+        """Add axes for a colour bar of one map or several in a row."""
+        over = columns * self._step - self.BETWEEN
+        left = self._left + column * self._step + 0.1 * over
+        top = self._above + row * self._row + self.high + self._below + self.TO_BAR
+        return self._axes(left, top, 0.8 * over, self.BAR)
+
+    def legend(self) -> Axes:
+        """Add axes along the lower edge."""
+        return self._axes(self._left, self.height - 0.3, self.width - 2 * self._left, 0.2)
+
+    def _axes(self, left: float, top: float, wide: float, high: float) -> Axes:
+        bottom = self.height - top - high
+        width, height = self.width, self.height
+        return self.figure.add_axes((left / width, bottom / height, wide / width, high / height))
 
 
 def draw_error_maps(
@@ -377,31 +405,24 @@ def draw_error_maps(
 ) -> Figure:
     """Return a figure with root-mean-square and mean error on each grid point, side by side."""
     display = display_of(variable, unit)
-    rmse, bias = display.differences(rmse), display.differences(bias)
     frame = frame_of(grid.cells)
-    above = 0.65 if title else 0.35
-    high = MAP_INCHES / frame.aspect
-    width, height = 2 * MAP_INCHES + 0.5, above + high + 0.75
-    figure = Figure(figsize=(width, height))
+    rasters = [frame.sample(display.differences(values)) for values in (rmse, bias)]
+    layout = Layout(frame, 2, 1, above=0.65 if title else 0.35)
     if title:
-        figure.suptitle(title_text(title, TITLE_CHARACTERS), x=0.01, ha="left")
-    rasters = frame.sample(rmse), frame.sample(bias)
-    parts = (
-        ("root-mean-square error", rasters[0], size_scale(rasters[0])),
-        ("mean error (forecast - truth)", rasters[1], error_scale(rasters[1])),
-    )
-    for number, (name, raster, scale) in enumerate(parts):
-        left = (0.15 + number * (MAP_INCHES + 0.2)) / width
-        bottom, wide = (height - above - high) / height, MAP_INCHES / width
-        axes = figure.add_axes((left, bottom, wide, high / height))
+        layout.figure.suptitle(title_text(title, TITLE_CHARACTERS), x=0.01, ha="left")
+    for column, (name, raster, scale) in enumerate(
+        (
+            ("root-mean-square error", rasters[0], size_scale(rasters[0])),
+            ("mean error (forecast - truth)", rasters[1], error_scale(rasters[1])),
+        )
+    ):
+        axes = layout.map(column)
         draw_field(axes, frame, raster, scale)
         draw_surroundings(axes, frame, grid)
         axes.set_title(name)
-        bar = figure.add_axes(
-            (left + 0.1 * wide, bottom - 0.22 / height, 0.8 * wide, 0.12 / height)
-        )
-        add_bar(figure, bar, scale, with_unit("error", display.difference_unit))
-    return figure
+        label = with_unit("error", display.difference_unit)
+        add_bar(layout.figure, layout.bar(column), scale, label)
+    return layout.figure
 
 
 @figure_style()

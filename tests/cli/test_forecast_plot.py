@@ -10,7 +10,7 @@ from PIL import Image
 
 from credit_dp.cli.forecast_plot import open_forecast, read_request
 from credit_dp.evaluation.figure_style import figure_style
-from credit_dp.evaluation.forecast_maps import Chart, ChartRequest, find_box
+from credit_dp.evaluation.forecast_maps import Chart, ChartRequest, find_box, usual_name
 from credit_dp.evaluation.forecast_store import ForecastStore
 from credit_dp.evaluation.map_projection import Box, box_of
 from credit_dp.evaluation.maps import EARTH, SIMULATED
@@ -44,6 +44,14 @@ def test_a_map_has_a_name_of_its_own(stored: Path, monkeypatch: pytest.MonkeyPat
     assert out == f"{written}\n"
     with Image.open(written) as picture:
         assert picture.width > 900
+
+
+def test_different_maps_have_different_names(stored: Path) -> None:
+    store = ForecastStore.open(str(stored / "members.zarr"))
+    request = request_of(lead="6h", init="2000-01-02T12:00", member=1, region="arctic")
+    name = usual_name("a/members.zarr/", store, request, ".png")
+    assert name == "members-geopotential-500-2000-01-02T1200-6h-member1-arctic.png"
+    assert usual_name("m.nc", store, request_of(), ".gif") == "m-geopotential-500.gif"
 
 
 def test_an_animation_has_a_frame_for_each_lead_time(

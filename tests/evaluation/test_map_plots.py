@@ -105,8 +105,8 @@ def test_forecast_and_truth_share_colours_and_one_bar(
 ) -> None:
     shown = field((0, 4, 9), SIMULATED)
     figure = drawn_map(shown, tmp_path / "map.png", monkeypatch)
-    forecast, truth, error, legend, *bars = figure.axes
-    assert len(bars) == 2
+    forecast, truth, shared, error, own, legend = figure.axes
+    bars = [shared, own]
     scales = [axes.collections[0].norm for axes in (forecast, truth, error)]
     assert scales[0] is scales[1]
     assert scales[0] is not scales[2]

@@ -20,6 +20,7 @@ from credit_dp.evaluation.figure_style import (
     NO_VALUE,
     RAIN,
     SEQUENTIAL,
+    SIZES,
     TEMPERATURE,
 )
 from credit_dp.variable_names import canonical_name
@@ -162,7 +163,7 @@ def error_scale(*errors: Values) -> ColourScale:
 
 def size_scale(values: Values) -> ColourScale:
     """Return a scale from zero, of values that are not negative."""
-    return _scale(SEQUENTIAL, _steps(0.0, _limit(values)), "max")
+    return _scale(SIZES, _steps(0.0, _limit(values)), "max")
 
 
 def _around(centre: float, limit: float) -> ColourScale:

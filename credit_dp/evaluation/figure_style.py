@@ -40,6 +40,7 @@ NO_VALUE = "#d4d4d4"  # cells of a map without a value
 REFERENCE = "#888888"  # reference lines: zero, the ideal, a tolerance
 SEQUENTIAL = "viridis"  # colour map of fields
 DIVERGING = "RdBu_r"  # colour map of differences, white at zero
+SIZES = "YlOrRd"  # colour map of sizes of errors, pale at zero
 TEMPERATURE = "Spectral_r"
 MOISTURE = "YlGnBu"
 RAIN = "YlGnBu"

@@ -364,7 +364,7 @@ class Layout:
         above: room for titles.
     """
 
-    BAR, TO_BAR, BELOW_BAR, BETWEEN = 0.12, 0.1, 0.62, 0.2
+    BAR, TO_BAR, BELOW_BAR, BETWEEN = 0.12, 0.1, 0.55, 0.2
 
     def __init__(self, frame: MapFrame, columns: int, rows: int, above: float) -> None:
         with_degrees = isinstance(frame, SphereFrame) and isinstance(frame.projection, LatLon)
@@ -375,7 +375,7 @@ class Layout:
         self._step = self.wide + self.BETWEEN + degrees[0]
         self._row = self.high + self._below + self.TO_BAR + self.BAR + self.BELOW_BAR
         self.width = self._left + columns * self._step
-        self.height = above + rows * self._row + 0.1
+        self.height = above + rows * self._row + (0.25 if columns > 2 else 0.0)  # for a legend
         self.figure = Figure(figsize=(self.width, self.height))
 
     def map(self, column: int, row: int = 0) -> Axes:

@@ -30,9 +30,9 @@ PERCENTILE = 99.5  # of the values, the end of the colours: single points don't 
 DEPARTURE_PERCENTILE = 98.0  # the same, so that weak waves have colours, too
 MIN_SPAN = 1e-30  # of the colours, for a field that is the same everywhere
 COLOUR_STEPS = 14  # about
-LINES = 20  # at most, about
+LINES = 24  # at most, about
 NICE = (1, 2, 2.5, 4, 5, 8, 10)  # steps between colours, times a power of ten
-LINE_STEPS = (1, 2, 4, 5, 8)
+LINE_STEPS = (1, 2, 4, 8)  # times a power of ten
 
 
 @final
@@ -207,7 +207,7 @@ def _percentile(values: Values, percentile: float) -> float:
 def line_values(values: Values, step: float | None = None) -> NDArray[np.float64]:
     """Return the values of lines: multiples of a step, or of a round one that fits the range.
 
-    Charts have 4 or 8 dam, and 4 or 5 hPa.
+    Charts have 4 or 8 dam, and 4 hPa.
     """
     finite = values[np.isfinite(values)]
     if not len(finite) or finite.min() == finite.max():

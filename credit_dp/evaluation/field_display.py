@@ -33,6 +33,7 @@ COLOUR_STEPS = 14  # about
 LINES = 24  # at most, about
 NICE = (1, 2, 2.5, 4, 5, 8, 10)  # steps between colours, times a power of ten
 LINE_STEPS = (1, 2, 4, 8)  # times a power of ten
+SMALL_STEPS = (1, 2, 5)  # times 0.1, 0.01 and so on
 
 
 @final
@@ -216,7 +217,8 @@ def line_values(values: Values, step: float | None = None) -> NDArray[np.float64
     if step is None:
         least = (high - low) / LINES
         power = 10.0 ** np.floor(np.log10(least))
-        step = next(float(x * power) for x in (*LINE_STEPS, 10) if x * power >= least * (1 - 1e-9))
+        steps = (*(LINE_STEPS if power >= 1 else SMALL_STEPS), 10)
+        step = next(float(x * power) for x in steps if x * power >= least * (1 - 1e-9))
     return np.arange(np.ceil(low / step), np.floor(high / step) + 1) * step
 
 

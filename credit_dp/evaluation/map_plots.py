@@ -67,6 +67,7 @@ MAP_INCHES = 4.4  # width of a map of two
 ROUND_STEPS = (1, 2, 5, 10, 15, 20, 30)  # degrees between lines of a graticule
 GRATICULE_LINES = 7  # at most, in one direction
 LINE_POINTS = 181  # of a circle of the graticule
+TICK_INCHES = 0.24  # of a number at a colour bar
 NARROW = 1.4  # maps with a smaller ratio of width to height
 TITLE_CHARACTERS = 90  # of a title that fits above two maps
 PROJECTIONS = ("equal-earth", "lat-lon", "polar")
@@ -338,7 +339,8 @@ def add_bar(figure: Figure, axes: Axes, scale: ColourScale, label: str) -> Color
         extend=scale.extend, spacing="uniform",
     )  # fmt: skip
     edges = scale.edges
-    thin = edges[:: 1 + len(edges) // 13] if len(edges) > 13 else edges
+    room = int(axes.get_position().width * figure.get_figwidth() / TICK_INCHES)
+    thin = edges[:: 1 + len(edges) // (room + 1)]
     bar.set_ticks(list(thin), labels=[f"{value:g}" for value in thin])
     bar.set_label(label)
     bar.outline.set_linewidth(0.5)
@@ -364,7 +366,7 @@ class Layout:
         above: room for titles.
     """
 
-    BAR, TO_BAR, BELOW_BAR, BETWEEN = 0.12, 0.1, 0.55, 0.2
+    BAR, TO_BAR, BELOW_BAR, BETWEEN = 0.12, 0.1, 0.62, 0.2
 
     def __init__(self, frame: MapFrame, columns: int, rows: int, above: float) -> None:
         with_degrees = isinstance(frame, SphereFrame) and isinstance(frame.projection, LatLon)
@@ -375,7 +377,8 @@ class Layout:
         self._step = self.wide + self.BETWEEN + degrees[0]
         self._row = self.high + self._below + self.TO_BAR + self.BAR + self.BELOW_BAR
         self.width = self._left + columns * self._step
-        self.height = above + rows * self._row + (0.25 if columns > 2 else 0.0)  # for a legend
+        for_legend = 0.25 if columns > 2 else 0.0
+        self.height = above + rows * self._row + for_legend
         self.figure = Figure(figsize=(self.width, self.height))
 
     def map(self, column: int, row: int = 0) -> Axes:

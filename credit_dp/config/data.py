@@ -177,7 +177,7 @@ class DataConfig:
     # of model levels: {a: [...], b: [...]} at the interfaces, from the top, with pressures of
     # a (Pa) + b x surface pressure; empty: the store's hyai and hybi
     hybrid: dict[str, Any] = field(default_factory=dict)
-    # options of single variables, e.g. {total_precipitation: {normalise: log1p(1e-3)}}
+    # options of single variables, e.g. {total_precipitation: {normalise: "log1p(1e-3)"}}
     variables: dict[str, VariableConfig] = field(default_factory=dict)
     limits: dict[str, Any] = field(default_factory=dict)  # allowed values, [low, high]; null: any
     step: str = "6h"  # model time step in whole hours or days; finer stores are subsampled

@@ -228,7 +228,7 @@ class PageWriter:
     @staticmethod
     def draw_map(field: FieldMap, path: Path) -> None:
         """Draw a map; matplotlib is imported here, so at the first validation."""
-        from credit_dp.evaluation.score_plots import draw_map
+        from credit_dp.evaluation.map_plots import draw_map
 
         path.parent.mkdir(parents=True, exist_ok=True)
         draw_map(field, path)

@@ -127,11 +127,11 @@ class TrainerConfig:
         checks.at_least("trainer.checkpoint_every", self.checkpoint_every, 1)
         checks.at_least("trainer.keep_checkpoints", self.keep_checkpoints, 1)
         checks.at_least("trainer.validate_every", self.validate_every, 0)
-        if self.keep_best and self.validate_every == 0:
-            raise UserError("trainer.keep_best: needs trainer.validate_every above 0, got 0.")
         checks.at_least("trainer.patience", self.patience, 1)
-        if self.patience is not None and not self.validate_every:
-            raise UserError("trainer.patience: needs trainer.validate_every above 0, got 0.")
+        if self.needs_validation and self.validate_every == 0:
+            raise UserError(
+                f"{self.needs_validation}: needs trainer.validate_every above 0, got 0."
+            )
         build_callbacks(self.callbacks)
         checks.not_empty("trainer.evaluate_hours", self.evaluate_hours)
         checks.no_repeats("trainer.evaluate_hours", self.evaluate_hours)
@@ -148,6 +148,13 @@ class TrainerConfig:
         for start, length in self.rollout.items():
             checks.at_least("trainer.rollout", start, 0)
             checks.at_least(f"trainer.rollout.{start}", length, 1)
+
+    @property
+    def needs_validation(self) -> str:
+        """The key that needs validations; empty: none does."""
+        if self.keep_best:
+            return "trainer.keep_best"
+        return "" if self.patience is None else "trainer.patience"
 
     @property
     def scored_members(self) -> int:

@@ -78,7 +78,7 @@ def times_needed(config: Config) -> dict[str, TimesNeeded]:
     }
     return (
         needed
-        if trainer.validate_every or trainer.keep_best
+        if trainer.validate_every or trainer.needs_validation
         else needed | {"valid": TimesNeeded(0, 0)}
     )
 

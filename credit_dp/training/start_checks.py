@@ -144,7 +144,7 @@ def with_validation(config: Config, times: HasTimes) -> Config:
         times: of the store.
 
     Raises:
-        UserError: `trainer.keep_best` needs validations, but there would be none.
+        UserError: a key like `trainer.keep_best` needs validations, but there would be none.
     """
     trainer = config.trainer
     if trainer.validate_every is not None:
@@ -155,10 +155,11 @@ def with_validation(config: Config, times: HasTimes) -> Config:
         with contextlib.suppress(UserError):
             count = min(len(validation_times(config, times)), MAX_INITIAL_TIMES)
             every = validation_interval(config, times.num_members * count)
-    if trainer.keep_best and not every:
+    if trainer.needs_validation and not every:
         raise UserError(
-            f"trainer.keep_best: needs validations, and a run of {counted(trainer.steps, 'step')} "
-            "with these data.dates.valid makes none by itself. Set trainer.validate_every."
+            f"{trainer.needs_validation}: needs validations, and a run of "
+            f"{counted(trainer.steps, 'step')} with these data.dates.valid makes none by itself. "
+            "Set trainer.validate_every."
         )
     return replace(config, trainer=replace(trainer, validate_every=every))
 

@@ -232,7 +232,10 @@ def test_keys_are_checked(monkeypatch):
     found = {"recorder": RecorderConfig}
     monkeypatch.setattr(training_config, "find_plugins", lambda base, reserved: found)
     table = [
-        ({"patience": 2}, r"^trainer\.patience: needs trainer\.validate_every above 0, got 0"),
+        (
+            {"patience": 2, "validate_every": 0},
+            r"^trainer\.patience: needs trainer\.validate_every above 0, got 0",
+        ),
         ({"patience": 0, "validate_every": 1}, r"^trainer\.patience: needs .* at least 1, got 0"),
         (
             {"callbacks": {"recordr": {}}},

@@ -163,12 +163,15 @@ def test_a_run_validates_about_ten_times_if_it_has_dates_for_it(
     assert with_validation(config, Store.open(config.data)).trainer.validate_every == every
 
 
-def test_the_best_checkpoint_needs_validations(folder: Path) -> None:
-    keys = ["trainer.keep_best=true", "trainer.steps=19"]
+@pytest.mark.parametrize(("key", "value"), [("keep_best", "true"), ("patience", "2")])
+def test_best_checkpoint_and_early_stop_need_validations(
+    folder: Path, key: str, value: str
+) -> None:
+    keys = [f"trainer.{key}={value}", "trainer.steps=19"]
     config = composed(folder, *keys)
-    with pytest.raises(UserError, match=r"^trainer\.keep_best: needs validations, .* 19 steps"):
+    with pytest.raises(UserError, match=rf"^trainer\.{key}: needs validations, .* 19 steps"):
         with_validation(config, Store.open(config.data))
-    long = composed(folder, "trainer.keep_best=true", "trainer.steps=40")
+    long = composed(folder, f"trainer.{key}={value}", "trainer.steps=40")
     assert with_validation(long, Store.open(long.data)).trainer.validate_every == 20
     # Dates that are chosen leave some for them.
     config = composed(folder, *keys, "data.dates=auto")

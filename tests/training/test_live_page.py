@@ -11,12 +11,13 @@ import pytest
 import torch
 
 from credit_dp.config import Config, StandardLossConfig
+from credit_dp.data.channels import Channel
 from credit_dp.data.grid import Grid
 from credit_dp.data.normaliser import Normaliser
 from credit_dp.data.setup import prepare_training_data
 from credit_dp.distributed.launcher import RankInfo
 from credit_dp.domain_parallel import DomainParallelManager
-from credit_dp.evaluation.maps import NO_LINES, FieldMap, MapGrid
+from credit_dp.evaluation.maps import FieldMap, MapGrid
 from credit_dp.evaluation.scorecard import HeldOutScores
 from credit_dp.training import live_page
 from credit_dp.training.live_page import (
@@ -63,8 +64,8 @@ def writer(config: Config, monkeypatch: pytest.MonkeyPatch) -> PageWriter:
 
 def field() -> FieldMap:
     globe = np.zeros((2, 4))
-    grid = MapGrid(Grid(np.array([45.0, -45.0]), np.arange(4) * 90.0), NO_LINES)
-    return FieldMap("x", "K", globe, globe, grid, (0, 2))
+    grid = MapGrid(Grid(np.array([45.0, -45.0]), np.arange(4) * 90.0), "")
+    return FieldMap("24 h", "K", globe, globe, grid, (0, 2), Channel("x"))
 
 
 def page_of(config: Config) -> str:

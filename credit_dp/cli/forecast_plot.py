@@ -88,7 +88,7 @@ def plot(arguments: Sequence[str], program: str) -> int:
     if request.lead is None and not is_gif:
         import numpy as np
 
-        request = replace(request, lead=round(store.lead_times[-1] / np.timedelta64(1, "h")))
+        request = replace(request, lead=float(store.lead_times[-1] / np.timedelta64(1, "h")))
     from credit_dp.evaluation.forecast_maps import draw_forecast, usual_name
 
     if out is None:
@@ -160,19 +160,18 @@ def open_forecast(where: str) -> "tuple[ForecastStore, str]":
     Raises:
         UserError: there is none.
     """
+    from credit_dp.evaluation.alignment import translate_error_keys
     from credit_dp.evaluation.forecast_store import ForecastStore
     from credit_dp.evaluation.maps import SIMULATED, planet_of
     from credit_dp.forecast.sharded import open_sharded
     from credit_dp.forecast.writer import read_settings_attribute
 
-    if "://" not in where:
-        path = checks.expand_home("path", where)
-        if path.is_dir() and any(path.glob("*.nc")):
+    path = None if "://" in where else checks.expand_home("path", where)
+    with translate_error_keys("the path"):
+        if path is not None and path.is_dir() and any(path.glob("*.nc")):
             store = ForecastStore(open_sharded(path), where)
         else:
-            store = ForecastStore.open(str(path))
-    else:
-        store = ForecastStore.open(where)
+            store = ForecastStore.open(where if path is None else str(path))
     stores = read_settings_attribute(store.attributes).get("stores", [])
     made = any(Path(str(name)).name.startswith("quickstart-") for name in stores)
     return store, SIMULATED if made else planet_of(str(store.attributes.get("title", "")))

@@ -14,6 +14,7 @@ from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
 from credit_dp.data.units import GRAVITY, WATER, canonical_unit
+from credit_dp.errors import UserError
 from credit_dp.evaluation.figure_style import (
     DIVERGING,
     MOISTURE,
@@ -31,6 +32,8 @@ DEPARTURE_PERCENTILE = 98.0  # the same, so that weak waves have colours, too
 MIN_SPAN = 1e-30  # of the colours, for a field that is the same everywhere
 COLOUR_STEPS = 14  # about
 LINES = 24  # at most, about
+MAX_LINES = 200  # with a step of the user's
+ROUNDING = 1e-9  # of values: smaller differences are not theirs, but of interpolation and means
 NICE = (1, 2, 2.5, 4, 5, 8, 10)  # steps between colours, times a power of ten
 LINE_STEPS = (1, 2, 4, 8)  # times a power of ten
 SMALL_STEPS = (1, 2, 5)  # times 0.1, 0.01 and so on
@@ -208,17 +211,26 @@ def _percentile(values: Values, percentile: float) -> float:
 def line_values(values: Values, step: float | None = None) -> NDArray[np.float64]:
     """Return the values of lines: multiples of a step, or of a round one that fits the range.
 
-    Charts have 4 or 8 dam, and 4 hPa.
+    Charts have 4 or 8 dam, and 4 hPa. A field that is the same everywhere has no lines.
+
+    Raises:
+        UserError: the step is too small.
     """
     finite = values[np.isfinite(values)]
-    if not len(finite) or finite.min() == finite.max():
+    if not len(finite):
         return np.empty(0)
     low, high = float(finite.min()), float(finite.max())
+    if high - low <= ROUNDING * max(abs(low), abs(high)):
+        return np.empty(0)
     if step is None:
         least = (high - low) / LINES
         power = 10.0 ** np.floor(np.log10(least))
         steps = (*(LINE_STEPS if power >= 1 else SMALL_STEPS), 10)
         step = next(float(x * power) for x in steps if x * power >= least * (1 - 1e-9))
+    if (high - low) / step > MAX_LINES:
+        raise UserError(
+            f"contours: {step:g} gives more than {MAX_LINES} lines. Give a larger step."
+        )
     return np.arange(np.ceil(low / step), np.floor(high / step) + 1) * step
 
 
@@ -227,4 +239,5 @@ def departure_from_rows(values: Values) -> NDArray[np.float64]:
     valid = np.isfinite(values)
     count = np.maximum(valid.sum(axis=1, keepdims=True), 1)
     mean = np.where(valid, values, 0.0).sum(axis=1, keepdims=True) / count
-    return np.asarray(values - mean, np.float64)
+    departure = np.asarray(values - mean, np.float64)
+    return np.where(np.abs(departure) <= ROUNDING * np.abs(mean), 0.0, departure)

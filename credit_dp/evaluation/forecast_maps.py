@@ -66,7 +66,7 @@ class ChartRequest:
 
     variable: str = ""
     level: int | None = None
-    lead: int | None = None
+    lead: float | None = None
     init: str = ""
     member: int = 0
     region: str = ""
@@ -134,6 +134,8 @@ class Chart:
                 f"got {request.member}"
             )
         cells = store.grid
+        if cells[1] < 2:
+            raise UserError(f"{store.where}: maps need at least two columns, the forecast has one")
         if request.edges and not 1 < request.edges <= cells[0]:
             raise UserError(f"edges: needs 2 to {cells[0]} ranks, got {request.edges}")
         self._bounds = balanced_bounds(cells[0], request.edges) if request.edges else ()
@@ -142,8 +144,8 @@ class Chart:
         unit = store.variables[self._variable].units or usual_unit(self._variable)
         self._display = display_in(cells, self._variable, unit)
         sampled = np.linspace(0, len(self.leads) - 1, min(len(self.leads), SCALE_FIELDS))
-        fields = [self._read(self.leads[int(i)]) for i in sampled]
-        sample = self._frame.sample
+        self._kept = {lead: self._read(lead) for lead in (self.leads[int(i)] for i in sampled)}
+        sample, fields = self._frame.sample, self._kept.values()
         shades = [sample(self._shade(values)) for values in fields]
         self._scale = field_scale(self._display, *shades)
         self._lines = self._line_values([sample(values) for values in fields])
@@ -154,7 +156,7 @@ class Chart:
     def draw(self, lead: int) -> None:
         """Draw a lead time over what is there."""
         display, frame = self._display, self._frame
-        values = self._read(lead)
+        values = self._kept[lead] if lead in self._kept else self._read(lead)
         axes, bar = self.figure.axes
         axes.clear()
         draw_field(axes, frame, frame.sample(self._shade(values)), self._scale)
@@ -195,10 +197,7 @@ class Chart:
         step = self._request.contours
         if step is False or (step is None and not self._display.lines):
             return np.empty(0)
-        found = line_values(np.stack(fields), step if isinstance(step, float) else None)
-        if len(found) > 200:
-            raise UserError(f"contours: {step:g} gives {len(found)} lines. Give a larger step.")
-        return found
+        return line_values(np.stack(fields), step if isinstance(step, float) else None)
 
     def _new_figure(self) -> Figure:
         wide = self._map_inches
@@ -260,7 +259,7 @@ def find_init(store: ForecastStore, text: str) -> int:
     return int(found[0])
 
 
-def find_leads(store: ForecastStore, hours: int | None) -> list[int]:
+def find_leads(store: ForecastStore, hours: float | None) -> list[int]:
     """Return the indices of a lead time, or of all.
 
     Raises:
@@ -273,7 +272,7 @@ def find_leads(store: ForecastStore, hours: int | None) -> list[int]:
     if not len(found):
         shown = ", ".join(f"{x:g}h" for x in stored[:8]) + (" ..." if len(stored) > 8 else "")
         last = f" to {stored[-1]:g}h" if len(stored) > 8 else ""
-        raise UserError(f"lead: {store.where} has {shown}{last}, got {hours}h")
+        raise UserError(f"lead: {store.where} has {shown}{last}, got {hours:g}h")
     return [int(found[0])]
 
 
@@ -335,7 +334,9 @@ def _common_part(wanted: Box, whole: Box, request: ChartRequest) -> Box:
     """Return the part of a box that a grid covers."""
     south, north = max(wanted.south, whole.south), min(wanted.north, whole.north)
     west, east = wanted.west, wanted.east
-    if not whole.goes_round:
+    if wanted.goes_round and not whole.goes_round:
+        west, east = whole.west, whole.east
+    elif not whole.goes_round:
         # Turn the box until it lies at the grid.
         turn = round(((whole.west + whole.east) - (west + east)) / 2 / 360) * 360
         west, east = max(west + turn, whole.west), min(east + turn, whole.east)
@@ -357,9 +358,9 @@ def usual_name(where: str, store: ForecastStore, request: ChartRequest, suffix: 
         variable,
         "" if level is None else str(level),
         request.init.replace(":", ""),
-        "" if request.lead is None else f"{request.lead}h",
+        "" if request.lead is None else f"{request.lead:g}h",
         f"member{request.member}" if request.member else "",
-        request.region,
+        request.region or ",".join(f"{degrees:g}" for degrees in request.box),
         request.projection,
     ]
     return "-".join(filter(None, parts)) + suffix

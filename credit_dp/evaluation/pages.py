@@ -117,7 +117,7 @@ def variable_and_level(channel: str) -> tuple[str, str]:
 
 def shown_lead_indices(hours: Sequence[int]) -> list[int]:
     """Return the indices of the lead times of a table: whole days if there are several."""
-    later = [lead for lead, hour in enumerate(hours) if hour > 0]
+    later = [lead for lead, hour in enumerate(hours) if hour > 0] or list(range(len(hours)))
     days = [lead for lead in later if hours[lead] % 24 == 0]
     shown = days if len(days) > 1 else later
     return [shown[index] for index in evenly_spaced_indices(len(shown), MAX_LEADS)]

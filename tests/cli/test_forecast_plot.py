@@ -30,6 +30,7 @@ def stored(tmp_path_factory: pytest.TempPathFactory) -> Path:
     forecasts.write(forecasts.forecast(observed, members=3), folder / "members.zarr")
     region = made.isel(latitude=slice(2, 6), longitude=slice(1, 5))
     forecasts.write(region, folder / "region.zarr")
+    forecasts.write(region.isel(longitude=[0]), folder / "column.zarr")
     return folder
 
 
@@ -52,6 +53,9 @@ def test_different_maps_have_different_names(stored: Path) -> None:
     name = usual_name("a/members.zarr/", store, request, ".png")
     assert name == "members-geopotential-500-2000-01-02T1200-6h-member1-arctic.png"
     assert usual_name("m.nc", store, request_of(), ".gif") == "m-geopotential-500.gif"
+    request = request_of(variable="2m_temperature", region="[35,75,-12.5,42]")
+    name = usual_name("m.nc", store, request, ".png")
+    assert name == "m-2m_temperature-35,75,-12.5,42.png"
 
 
 def test_an_animation_has_a_frame_for_each_lead_time(
@@ -101,6 +105,37 @@ def test_regions_are_boxes_within_the_forecast(stored: Path) -> None:
     whole = box_of(ForecastStore.open(str(stored / "region.zarr")).grid)
     assert (found.south, found.north) == (whole.south, whole.north)
     assert (found.west, found.east) == (whole.west, 100)
+    # Once around the globe, from wherever: all of the region.
+    for west in (-270, -180, 0, 90):
+        found = box("region.zarr", region=f"[-90,90,{west},{west + 360}]")
+        assert found is not None
+        assert (found.west, found.east) == (whole.west, whole.east), west
+    assert box("forecast.zarr", region="[-90,90,0,360]") == Box(-90, 90, 0, 360)
+
+
+def test_the_longest_lead_time_is_drawn_also_between_hours(
+    stored: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    with xr.open_zarr(stored / "forecast.zarr", consolidated=False) as made:
+        leads = np.array([0, 30, 90]).astype("m8[m]").astype("m8[ns]")
+        short = made.load().assign_coords(prediction_timedelta=leads)
+    forecasts.write(short, tmp_path / "short.nc")
+    out = f"{tmp_path}/short-geopotential-500-1.5h.png\n"
+    assert plot(monkeypatch, tmp_path / "short.nc") == (0, out, "")
+
+
+def test_each_field_is_read_once(
+    stored: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    read, found = ForecastStore.read, []
+
+    def counted(store: ForecastStore, *words: object, **keys: object) -> np.ndarray:
+        found.append(words)
+        return read(store, *words, **keys)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(ForecastStore, "read", counted)
+    plot(monkeypatch, stored / "forecast.zarr", "lead=all", f"out={tmp_path}/m.gif")
+    assert len(found) == len(forecasts.LEADS)
 
 
 @pytest.mark.slow
@@ -144,7 +179,8 @@ def test_forecasts_of_the_quickstart_have_its_land(tmp_path: Path) -> None:
 
 REFUSED = {
     "": "forecast plot: needs the path of one forecast, got 0",
-    "nowhere.zarr": "nowhere.zarr: no such",
+    "nowhere.zarr": "nowhere.zarr: no such zarr store. Set the path to one that exists",
+    "F/column.zarr": "column.zarr: maps need at least two columns, the forecast has one",
     "F/forecast.zarr other.zarr": "needs the path of one forecast, got 2",
     "F/forecast.zarr levle=500": "needs keys like variable, .* got 'levle=500'. Did you mean level",
     "F/forecast.zarr variable=geopotentail": (
@@ -165,7 +201,7 @@ REFUSED = {
     "F/region.zarr region=antarctic": "region: .* covers latitude .* no part of antarctic",
     "F/forecast.zarr projection=mercator": "projection: .*equal-earth",
     "F/forecast.zarr contours=-1": "contours: needs true, false or a number above 0, got '-1'",
-    "F/forecast.zarr contours=0.0001": "contours: 0.0001 gives .* lines. Give a larger step",
+    "F/forecast.zarr contours=1e-9": "contours: 1e-09 gives more than 200 lines. Give a larger",
     "F/forecast.zarr edges=99": "edges: needs 2 to 9 ranks, got 99",
     "F/forecast.zarr out=map.jpg": "out: needs a name that ends in .png or .gif, got map.jpg",
     "F/forecast.zarr lead=all out=map.png": "out: lead=all needs a name that ends in .gif",

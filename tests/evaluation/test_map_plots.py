@@ -76,12 +76,14 @@ def test_lines_are_at_multiples_of_steps_that_charts_have() -> None:
     assert lines(7, 23, 8) == [8, 16]
     assert len(lines(0.0011, 0.0014)) in range(10, 22)
     assert lines(5, 5) == []
+    assert lines(5, 5 + 1e-12) == []  # the same but for rounding
 
 
 def test_departures_and_scales_are_even_on_both_sides() -> None:
     rows = np.array([[1.0, 3, np.nan], [10, 10, 16]])
     wanted = np.array([[-1.0, 1, np.nan], [-2, -2, 4]])
     assert departure_from_rows(rows) == pytest.approx(wanted, nan_ok=True)
+    assert not departure_from_rows(np.full((2, 7), 551.3)).any()
     scale = error_scale(rows - 5)
     assert scale.edges == pytest.approx(-scale.edges[::-1])
     assert scale.colours(scale.norm(0.0))[:3] == pytest.approx((0.97,) * 3, abs=0.02)  # white

@@ -67,6 +67,7 @@ def test_lead_times_are_whole_days_if_there_are_some() -> None:
     assert shown_lead_indices((0, 12, 24, 36, 48)) == [2, 4]
     many = shown_lead_indices(tuple(range(0, 361, 24)))
     assert (len(many), many[0], many[-1]) == (12, 1, 15)
+    assert shown_lead_indices((0,)) == [0]  # nothing else is stored
 
 
 def test_names_are_split_at_their_level() -> None:

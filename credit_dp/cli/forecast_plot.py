@@ -28,7 +28,7 @@ another forecast in the form of WeatherBench 2, also at a public address.
   init=2001-02-10   an initial time, by default the first
   member=0          of an ensemble, from 0
   region=europe     a region of `credit-dp evaluate`, or [south,north,west,east] in degrees
-  projection=polar  equal-earth (the globe), lat-lon (a part of it), or polar (a hemisphere)
+  projection=polar  by default equal-earth for the globe, polar around a pole, otherwise lat-lon
   contours=8        lines of equal values, so far apart, in the unit of the map; true: at round
                     values, as by default for geopotential and pressure; false: none
   edges=4           the edges between the bands of 4 ranks

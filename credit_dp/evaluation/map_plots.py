@@ -17,7 +17,7 @@ from matplotlib.colorbar import Colorbar
 from matplotlib.figure import Figure
 from matplotlib.patches import Polygon
 
-from credit_dp.data.grid import Grid
+from credit_dp.data.grid import POLE, Grid
 from credit_dp.errors import counted
 from credit_dp.evaluation.field_display import (
     ColourScale,
@@ -47,7 +47,6 @@ from credit_dp.evaluation.figure_style import (
 )
 from credit_dp.evaluation.held_out import LastLeadDiagnostics
 from credit_dp.evaluation.map_projection import (
-    HALF_CIRCLE,
     LATITUDE_LIMIT,
     Box,
     EqualEarth,
@@ -70,6 +69,8 @@ LINE_POINTS = 181  # of a circle of the graticule
 TICK_INCHES = 0.24  # of a number at a colour bar
 NARROW = 1.4  # maps with a smaller ratio of width to height
 TITLE_CHARACTERS = 90  # of a title that fits above two maps
+WHOLE_DEGREES = 130  # of latitude, beyond which a map is one of the globe
+CAP_DEGREES = 100  # of latitude, up to which it is one of what lies around a pole
 PROJECTIONS = ("equal-earth", "lat-lon", "polar")
 
 
@@ -78,15 +79,15 @@ def frame_of(cells: Grid, projection: str = "", box: Box | None = None) -> MapFr
 
     Args:
         cells: of the fields.
-        projection: one of `PROJECTIONS`; empty for Equal Earth of the globe, and latitude over
-            longitude of a part. Ignored for grids that are on a projection themselves.
+        projection: one of `PROJECTIONS`; empty for Equal Earth of the globe, a polar one of what
+            lies around a pole, and latitude over longitude of any other part. Ignored for grids
+            that are on a projection themselves.
         box: what to show, within the grid; None for all of it.
     """
     if cells.is_projected:
         return PlaneFrame(cells)
     box = box or box_of(cells)
-    whole = box.goes_round and box.north - box.south > HALF_CIRCLE / 2 + 40
-    name = projection or ("equal-earth" if whole else "lat-lon")
+    name = projection or _usual_projection(box)
     chosen: MapProjection = EqualEarth()
     if name == "lat-lon":
         chosen = LatLon(0.0 if box.goes_round else box.middle[1])
@@ -94,6 +95,14 @@ def frame_of(cells: Grid, projection: str = "", box: Box | None = None) -> MapFr
         pole = 1 if box.middle[1] >= 0 else -1
         chosen = Polar(pole)
     return SphereFrame(cells, chosen, box)
+
+
+def _usual_projection(box: Box) -> str:
+    high = box.north - box.south
+    if box.goes_round and high > WHOLE_DEGREES:
+        return "equal-earth"
+    has_pole = max(box.north, -box.south) >= POLE
+    return "polar" if box.goes_round and has_pole and high <= CAP_DEGREES else "lat-lon"
 
 
 @figure_style()

@@ -102,6 +102,18 @@ def test_a_map_shows_what_its_grid_covers() -> None:
     assert not np.isnan(inner).any()
 
 
+def test_maps_around_a_pole_are_polar_and_others_are_not() -> None:
+    for south, north, east, projection in (
+        (60, 90, 180, Polar(1)),
+        (-90, -20, 180, Polar(-1)),
+        (-20, 20, 180, LatLon()),
+        (60, 90, 40, LatLon(75.0)),
+    ):
+        frame = frame_of(globe(), box=Box(south, north, -180, east))
+        assert isinstance(frame, SphereFrame)
+        assert frame.projection == projection, (south, north)
+
+
 def test_a_grid_on_a_projection_is_its_own_map() -> None:
     """Coasts are placed on its rows and columns, those of the other side of the globe nowhere."""
     y, x = (1e5 * (np.arange(n) - n / 2 + 0.3) for n in (12, 16))

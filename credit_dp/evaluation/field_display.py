@@ -13,7 +13,7 @@ from matplotlib.colors import BoundaryNorm, Colormap, ListedColormap
 from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
-from credit_dp.data.units import GRAVITY, WATER, canonical_unit
+from credit_dp.data.units import DIMENSIONLESS, GRAVITY, WATER, canonical_unit
 from credit_dp.errors import UserError
 from credit_dp.evaluation.figure_style import (
     DIVERGING,
@@ -29,7 +29,6 @@ from credit_dp.variable_names import canonical_name
 Values = NDArray[np.floating[Any]]
 PERCENTILE = 99.5  # of the values, the end of the colours: single points don't set the scale
 DEPARTURE_PERCENTILE = 98.0  # the same, so that weak waves have colours, too
-MIN_SPAN = 1e-30  # of the colours, for a field that is the same everywhere
 COLOUR_STEPS = 14  # about
 LINES = 24  # at most, about
 MAX_LINES = 200  # with a step of the user's
@@ -91,7 +90,12 @@ BY_UNIT = {
     ("geopotential", "m2 s-2"): HEIGHT,
     ("geopotential_at_surface", "m2 s-2"): Display("height of the surface", "m", 1 / GRAVITY),
     ("mean_sea_level_pressure", "Pa"): SEA_LEVEL_PRESSURE,
+    ("mean_sea_level_pressure", "hPa"): SEA_LEVEL_PRESSURE._replace(scale=1.0),
     ("specific_humidity", "1"): HUMIDITY,
+} | {
+    (name, unit): HEIGHT._replace(scale=0.1)
+    for name in ("geopotential", "geopotential_height")  # CMIP's zg is the former, in m
+    for unit in ("m", "gpm")
 }
 # Names that contain these words have values on both sides of zero.
 SIGNED = ("component_of_wind", "vertical_velocity", "vorticity", "divergence")
@@ -106,8 +110,8 @@ def display_of(variable: str, unit: str) -> Display:
     if name == "geopotential_at_surface" and variable != name:
         name = "geopotential" if variable == "z" else name  # a forecast has z on levels
     found = BY_UNIT.get((name, known))
-    if found is None and known == "K" and name.endswith("temperature"):
-        found = CELSIUS
+    if found is None and name.endswith("temperature") and "potential" not in name:
+        found = {"K": CELSIUS, "degC": CELSIUS._replace(offset=0.0)}.get(known)
     if found is None and known == "Pa" and name.endswith("pressure"):
         found = PRESSURE
     if found is None and name in COLUMN_WATER:
@@ -116,6 +120,7 @@ def display_of(variable: str, unit: str) -> Display:
         scale = {"m": 1000.0, "kg m-2": 1000.0 / WATER, "mm": 1.0}.get(known)
         found = None if scale is None else PRECIPITATION._replace(scale=scale)
     if found is None:
+        unit = "" if known == DIMENSIONLESS else unit
         found = Display(unit=unit, centre=0.0 if any(word in name for word in SIGNED) else None)
     return found._replace(
         label=found.label or name.replace("_", " "),
@@ -171,7 +176,7 @@ def size_scale(values: Values) -> ColourScale:
 
 
 def _around(centre: float, limit: float) -> ColourScale:
-    limit = max(limit, MIN_SPAN)
+    limit = limit or 1.0
     locator = MaxNLocator(COLOUR_STEPS, steps=NICE, symmetric=True)
     edges = np.asarray(locator.tick_values(-limit, limit))
     # The two colours beside the centre are one, so that small values are white.
@@ -179,7 +184,9 @@ def _around(centre: float, limit: float) -> ColourScale:
 
 
 def _steps(low: float, high: float) -> NDArray[np.float64]:
-    high = high if high > low else low + max(MIN_SPAN, 1e-6 * abs(low))
+    if high - low <= ROUNDING * max(abs(low), abs(high)):
+        # The same everywhere: in the middle of a colour, so that rounding changes none.
+        return low + (0.1 * abs(low) or 1.0) * np.linspace(-0.9, 0.9, 10)
     return np.asarray(MaxNLocator(COLOUR_STEPS, steps=NICE).tick_values(low, high))
 
 
@@ -201,7 +208,7 @@ def _scale(
 
 def _limit(*fields: Values) -> float:
     finite = np.concatenate([field[np.isfinite(field)] for field in fields])
-    return max(_percentile(finite, PERCENTILE), MIN_SPAN)
+    return _percentile(finite, PERCENTILE) or _percentile(finite, 100) or 1.0
 
 
 def _percentile(values: Values, percentile: float) -> float:

@@ -39,7 +39,7 @@ def data_uri(content: bytes, image_format: str) -> str:
 
 # From better to worse. Source: ColorBrewer 2.0, RdBu.
 COLOURS = ("#2166ac", "#67a9cf", "#d1e5f0", "#f7f7f7", "#fddbc7", "#ef8a62", "#b2182b")
-COLOUR_LIMITS = (5, 10, 20, 50, 100)  # percent, at the ends of the scale
+COLOUR_LIMITS = (4, 10, 20, 50, 100)  # percent, at the ends of the scale; halves are whole, too
 SHARE_WITHIN_LIMIT = 0.9  # of the differences; the others have the colour of the end
 MAX_DARK_LUMINANCE = 0.18  # up to which white text stands out better than black
 MAX_LEADS = 12  # columns

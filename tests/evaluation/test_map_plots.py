@@ -18,8 +18,9 @@ from credit_dp.evaluation.field_display import (
     error_scale,
     field_scale,
     line_values,
+    size_scale,
 )
-from credit_dp.evaluation.figure_style import COAST, NO_VALUE, figure_style
+from credit_dp.evaluation.figure_style import COAST, NO_VALUE, TEMPERATURE, figure_style
 from credit_dp.evaluation.map_plots import (
     draw_error_maps,
     draw_map,
@@ -42,6 +43,11 @@ def field(bounds: tuple[int, ...] = (0, 9), planet: str = "") -> FieldMap:
 SHOWN = {
     ("geopotential", "m**2 s**-2"): (9.80665 * 5520, "geopotential height", "dam", 552, 552),
     ("z", "m2 s-2"): (9.80665 * 5520, "geopotential height", "dam", 552, 552),
+    ("msl", "hPa"): (1013, "mean sea level pressure", "hPa", 1013, 1013),
+    ("zg", "m"): (5520, "geopotential height", "dam", 552, 552),
+    ("geopotential_height", "gpm"): (5520, "geopotential height", "dam", 552, 552),
+    ("potential_temperature", "K"): (300, "potential temperature", "K", 300, 300),
+    ("total_cloud_cover", "(0 - 1)"): (0.5, "total cloud cover", "", 0.5, 0.5),
     ("t2m", "K"): (273.15, "2m temperature", "°C", 0, 273.15),
     ("mean_sea_level_pressure", "Pa"): (
         101_325,
@@ -64,7 +70,9 @@ def test_fields_are_shown_in_the_units_of_charts() -> None:
         assert (display.label, display.unit) == (label, unit), name
         assert display.values(np.array(value)) == pytest.approx(shown, abs=1e-9), name
         assert display.differences(np.array(value)) == pytest.approx(difference), name
-    assert display_of("t2m", "K").difference_unit == "K"
+    for unit in ("K", "degC"):
+        assert display_of("t2m", unit).difference_unit == "K"
+        assert display_of("t2m", unit).colours == TEMPERATURE
 
 
 def test_lines_are_at_multiples_of_steps_that_charts_have() -> None:
@@ -84,6 +92,12 @@ def test_departures_and_scales_are_even_on_both_sides() -> None:
     wanted = np.array([[-1.0, 1, np.nan], [-2, -2, 4]])
     assert departure_from_rows(rows) == pytest.approx(wanted, nan_ok=True)
     assert not departure_from_rows(np.full((2, 7), 551.3)).any()
+    same = [field_scale(display_of("x", ""), np.full((2, 2), value)) for value in (0.0, -7.0)]
+    for scale in (*same, error_scale(rows * 0), size_scale(rows * 0), error_scale(rows * np.nan)):
+        labels = [f"{edge:g}" for edge in scale.edges]
+        assert len({*labels}) == len(labels), labels
+        assert max(map(len, labels)) < 6, labels
+    assert {*same[1].norm(np.array([-7 - 1e-12, -7, -7 + 1e-12]))} == {same[1].norm(-7.0)}
     scale = error_scale(rows - 5)
     assert scale.edges == pytest.approx(-scale.edges[::-1])
     assert scale.colours(scale.norm(0.0))[:3] == pytest.approx((0.97,) * 3, abs=0.02)  # white

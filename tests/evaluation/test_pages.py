@@ -5,6 +5,7 @@ import re
 import numpy as np
 
 from credit_dp.evaluation.pages import (
+    COLOUR_LIMITS,
     COLOURS,
     coloured_cell,
     difference_table,
@@ -60,6 +61,16 @@ def test_a_table_has_the_difference_of_each_variable_level_and_lead_time() -> No
     }
     assert table.limit == 50  # beyond 20 are two of five
     assert [cell.text for cell in table.key] == ["\u221250", "\u221225", "0", "+25", "+50"]
+
+
+def test_a_key_says_the_numbers_of_its_colours() -> None:
+    for limit in COLOUR_LIMITS:
+        forecast = np.full((1, 1), 1 + limit / 100 - 1e-9)
+        key = difference_table(("a", "b"), ["x"], (6,), (forecast, np.ones((1, 1))), "card").key
+        for cell in key:
+            exact = coloured_cell(float(cell.text.replace("\u2212", "-")), limit)
+            assert cell == exact, limit
+        assert key[-1].text == f"+{limit}"
 
 
 def test_lead_times_are_whole_days_if_there_are_some() -> None:

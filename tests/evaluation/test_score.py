@@ -362,8 +362,8 @@ def test_names_and_units_are_shown_as_they_are() -> None:
         members=1,
         initial_times=("2000-01-01T00:00",),
         hours=(24,),
-        channels=(Channel(r"<b>$\frac$"),),
-        units=(r"<b>$\frac$",),
+        channels=(Channel(r"<u>$\frac$"),),
+        units=(r"<u>$\frac$",),
         grid=MapGrid(Grid(np.array([45.0, -45.0]), np.array([0.0, 180.0])), ""),
         scores={"rmse": np.ones((3, 1, 1))},
         spectra=np.full((2, 1, 1, 1, 2), np.nan),
@@ -371,11 +371,11 @@ def test_names_and_units_are_shown_as_they_are() -> None:
         maps=(ErrorMap(0, 24, np.ones((2, 2)), np.ones((2, 2))),),
     )
     text = scorecard_page(card)
-    assert r"<td>&lt;b&gt;$\frac$</td>" in text
-    assert "<b>" not in text
+    assert r"<td>&lt;u&gt;$\frac$</td>" in text
+    assert "<u>" not in text
     assert "<i>" not in text
     picture = base64.b64decode(score_image(card, "rmse").split(",")[1]).decode()
-    assert r"&lt;b&gt;$\frac$" in picture
+    assert r"&lt;u&gt;$\frac$" in picture
 
 
 @pytest.mark.parametrize(

@@ -42,10 +42,11 @@ def global_mean(
 
     Shapes:
         values `(..., H_local, W)`, weights of a shape that broadcasts to it, such as `(H_local, 1)`
-        -> `()`.
+        -> `()`, in float32 or more.
     """
     weighted = values if weights is None else values * weights
-    own = weighted.sum()
+    # Half precision has no number of many points, and integers no mean.
+    own = weighted.sum(dtype=torch.promote_types(weighted.dtype, torch.float32))
     if weights is None:
         weight = torch.full((), values.numel(), dtype=torch.float64, device=own.device)
     else:

@@ -61,6 +61,24 @@ def test_the_mean_is_that_of_the_globe_and_its_gradient_that_of_the_band(weighte
     torch.testing.assert_close(torch.cat(gradients, -2), share, rtol=1e-14, atol=0)
 
 
+def half_and_integers(manager):
+    rows = manager.rows(SHAPE[-2])
+    half = (3000 * globe(1).abs()[..., rows, :]).half().requires_grad_()  # its sum is infinite
+    mean = global_mean(half, manager)
+    (60_000 * mean).backward()
+    return mean.detach(), half.grad, global_mean(globe(1)[..., rows, :] > 0, manager)
+
+
+def test_half_precision_does_not_overflow_and_integers_have_a_fraction():
+    points = 2 * 3 * 11 * 6
+    for mean, gradient, share in on_threads(3, half_and_integers):
+        numbers = (3000 * globe(1).abs()).half().double().mean()
+        torch.testing.assert_close(mean.double(), numbers, rtol=1e-6, atol=0)
+        exact = torch.full_like(gradient, 60_000 / points)
+        torch.testing.assert_close(gradient, exact, rtol=1e-3, atol=0)
+        assert float(share) == pytest.approx(int((globe(1) > 0).sum()) / points, rel=1e-6)
+
+
 class Spare(nn.Module):
     """A layer, and parameters that one rank uses, that no rank uses, and that are frozen."""
 

@@ -47,15 +47,21 @@ OUTPUT_VARIABLE = "CREDIT_DP_OUTPUT"
 
 @final
 class AppendedFile(io.TextIOBase):
-    """A text file that is open only while it is written to, so that nobody has to close it."""
+    """A text file that is open only while it is written to, so that nobody has to close it.
+
+    What it can't take goes to stderr: a full disk does not end a run.
+    """
 
     def __init__(self, path: str) -> None:
         self.path = path
 
     def write(self, text: str, /) -> int:
         """Append a text."""
-        with open(self.path, "a", encoding="utf-8") as file:
-            return file.write(text)
+        try:
+            with open(self.path, "a", encoding="utf-8") as file:
+                return file.write(text)
+        except OSError:
+            return sys.stderr.write(text)
 
 
 def output_file() -> TextIO | None:

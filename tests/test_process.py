@@ -1,10 +1,13 @@
-"""The screen of a process whose reader has ended."""
+"""What a process shows when its screen or its file fails."""
 
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+
+from credit_dp.process import AppendedFile
 
 
 @pytest.mark.parametrize("options", [[], ["-u"]])
@@ -22,3 +25,15 @@ def test_a_closed_screen_is_no_error() -> None:
     command = [sys.executable, "-c", code, sys.executable, "-m", "credit_dp", "--help"]
     done = subprocess.run(command, stderr=subprocess.PIPE, check=False)
     assert (done.returncode, done.stderr) == (0, b"")
+
+
+def test_what_does_not_fit_into_a_file_is_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = AppendedFile(str(tmp_path / "none" / "job.log"))
+    file.write("a line\n")
+    assert capsys.readouterr() == ("", "a line\n")
+    (tmp_path / "none").mkdir()
+    file.write("another\n")
+    assert capsys.readouterr().err == ""
+    assert (tmp_path / "none" / "job.log").read_text() == "another\n"

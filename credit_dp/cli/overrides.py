@@ -466,7 +466,8 @@ def override_key_of(error: BaseException) -> str:
 def explain_omegaconf(error: OmegaConfBaseException, config_file: str, override: str) -> str:
     """Return one line about a value of a wrong type, an unknown key, or a missing value."""
     key = full_key(error, config_file)
-    if re.fullmatch(r"[\d.]*", key):  # the number of an entry, without its list
+    # The number of an entry without its list, or the name of an entry without its table.
+    if re.fullmatch(r"[\d.]*", key) or override.endswith(f".{key}"):
         key = override
     key = re.sub(r"\[\d+\]$", "", key)  # name the list, not one of its entries
     needed = describe_key(key) if type_of_key(key) is not None else "another type"

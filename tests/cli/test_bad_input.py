@@ -86,6 +86,8 @@ TYPES = {
     "'loss.variable_weight={geopotential: x}'": (
         "loss.variable_weight.geopotential: needs a number, got 'x'"
     ),
+    "trainer.callbacks.norms=3": "^trainer.callbacks.norms: needs a table from texts",
+    "data.variables.z=3": r"^data.variables.z: needs a group of keys [(].*[)], got '3'$",
     "'data.store=${nope}'": "data.store: Interpolation key 'nope' not found",
 }
 VALUES = {

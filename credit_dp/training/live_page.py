@@ -82,7 +82,9 @@ def draw_chart(
         title=title,
         points=" ".join(f"{x},{y}" for x, y in places),
         marks=places if len(places) <= 50 else [],
-        across=[(across(step), f"{step:g}") for step in linear_ticks(first, last)],
+        across=[
+            (across(step), f"{step:g}") for step in linear_ticks(first, last) if step.is_integer()
+        ],
         up=[(up(value), f"{value:g}") for value in ticks_of_decades(low, high)],
         reference=None if reference is None else up(reference),
         summary=f"{known[0][1]:.3g} at step {known[0][0]}, {known[-1][1]:.3g} at step "
@@ -138,36 +140,27 @@ class LivePage:
         folder: of the run.
         config: of the run.
         step: the last step before training starts; 0 for a new run.
+
+    Attributes:
+        sink: of the run's tracker.
     """
 
     def __init__(self, folder: RunFolder, config: Config, step: int) -> None:
         self._writer = PageWriter(folder, config, step)
-        self._thread = BackgroundSink("run.html", self._start, timeout=CLOSE_SECONDS)
+        self.sink = BackgroundSink("run.html", self._start, timeout=CLOSE_SECONDS)
 
     def _start(self) -> Sink:
         self._writer.start()
         return self._writer
 
-    def log(self, step: int, metrics: Metrics) -> None:
-        """Show the metrics of one step."""
-        self._thread.log(step, metrics)
-
     def show_map(self, step: int, field: FieldMap) -> None:
         """Draw a map of a validation, unless maps have taken too much time."""
         writer = self._writer
-        self._thread.submit(lambda _: writer.show_map(step, field))
+        self.sink.submit(lambda _: writer.show_map(step, field))
 
     def show_scoring(self) -> None:
         """Say that training has ended and the test dates are being scored."""
-        self._thread.submit(lambda _: self._writer.show_scoring())
-
-    def summarise(self, metrics: Metrics) -> None:
-        """Note that the run has finished."""
-        self._thread.summarise(metrics)
-
-    def close(self, failed: bool) -> None:
-        """Show how the run has ended, and stop reloading."""
-        self._thread.close(failed)
+        self.sink.submit(lambda _: self._writer.show_scoring())
 
     def report(self, scores: HeldOutScores) -> None:
         """Write the report of a run that has finished and drawn its plots."""

@@ -340,7 +340,7 @@ class _Run:
         from credit_dp.training.live_page import LivePage
 
         page = LivePage(self.folder, self.config, self.training.trainer.state.step)
-        tracker.sinks.append(page)
+        tracker.sinks.append(page.sink)
         return page
 
     def callbacks(self) -> Callbacks:

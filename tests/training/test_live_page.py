@@ -19,7 +19,7 @@ from credit_dp.distributed.launcher import RankInfo
 from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.evaluation.maps import FieldMap, MapGrid
 from credit_dp.evaluation.scorecard import HeldOutScores
-from credit_dp.training import live_page
+from credit_dp.training import live_page, loggers
 from credit_dp.training.live_page import (
     SHOWN_MAPS,
     LivePage,
@@ -194,7 +194,7 @@ def test_a_page_that_can_not_be_written_costs_one_warning(
     monkeypatch.setattr(live_page, "write_text_atomic", full)
     with captured_warnings() as warnings, Tracker([]) as tracker:
         page = LivePage(RunFolder(Path(config.run.dir)), config, 0)
-        tracker.sinks.append(page)
+        tracker.sinks.append(page.sink)
         for step in range(5):
             tracker.log(step, {"loss": 1.0})
             page.show_map(step, field())
@@ -206,10 +206,19 @@ def test_a_page_that_hangs_holds_the_end_of_a_run_for_seconds_only(
 ) -> None:
     free = threading.Event()
     monkeypatch.setattr(live_page, "write_text_atomic", lambda *_: free.wait())
-    monkeypatch.setattr(live_page, "CLOSE_SECONDS", 0.1)
-    with captured_warnings() as warnings, Tracker([]) as tracker:
-        tracker.sinks.append(LivePage(RunFolder(Path(config.run.dir)), config, 0))
-    assert ["not done after 0.1 s" in line for line in warnings] == [True]
+    folder = RunFolder(Path(config.run.dir))
+    with captured_warnings() as warnings:
+        monkeypatch.setattr(live_page, "CLOSE_SECONDS", 0.1)
+        with Tracker([LivePage(folder, config, 0).sink]):
+            pass
+        monkeypatch.setattr(live_page, "CLOSE_SECONDS", 100.0)
+        monkeypatch.setattr(loggers, "INTERRUPT_TIMEOUT", 0.2)
+        with pytest.raises(KeyboardInterrupt), Tracker([LivePage(folder, config, 0).sink]):
+            raise KeyboardInterrupt  # of Ctrl-C, after which a user waits less
+    assert [re.findall("not done after [0-9.]+ s", line) for line in warnings] == [
+        ["not done after 0.1 s"],
+        ["not done after 0.2 s"],
+    ]
     free.set()
 
 
@@ -223,6 +232,9 @@ def test_charts_are_logarithmic_and_have_a_line_at_the_loss_of_persistence() -> 
     assert [label for _, label in chart.across] == ["0", "20", "40", "60", "80", "100"]
     assert {"1", "0.1", "0.01"} <= {label for _, label in chart.up}
     assert draw_chart("loss", [(1, float("nan")), (2, 0.0)]) is None
+    start = draw_chart("loss", [(1, 1.0), (2, 0.9)])
+    assert start is not None
+    assert [label for _, label in start.across] == ["1", "2"]  # there is no step between
     many = draw_chart("loss", [(step, 1.0 + step) for step in range(10_000)])
     assert many is not None
     assert len(many.points.split()) <= 501

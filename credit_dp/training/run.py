@@ -316,7 +316,10 @@ class _Run:
         config, training = self.config, self.training
         validation = None
         if config.trainer.validate_every:
-            validation = Validation(config, self.data, training, self.manager)
+            try:
+                validation = Validation(config, self.data, training, self.manager)
+            except UserError as error:  # perhaps nobody has asked for it
+                raise UserError(f"{error} Or validate never: trainer.validate_every=0.") from error
         trace = self.folder.trace if config.trainer.profile and self._is_rank_0 else None
         return TrainingMonitor(config, training, self.screen, validation, trace)
 

@@ -9,6 +9,7 @@ import torch
 from credit_dp.config import Config
 from credit_dp.data.sampling import evenly_spaced_indices
 from credit_dp.data.setup import prepare_training_data
+from credit_dp.distributed.launcher import RankInfo
 from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.evaluation.held_out import last_forecast
 from credit_dp.evaluation.metric_table import METRICS
@@ -19,7 +20,10 @@ from credit_dp.training.monitoring import (
     Validation,
     repeat_first_batch,
 )
+from credit_dp.training.run import run
+from tests.data import stores
 from tests.ranks import on_processes
+from tests.training.refusals import refusal
 from tests.training.runs import (
     alone,
     built,
@@ -160,3 +164,21 @@ def test_the_repeated_batch_is_the_first_in_a_resumed_run_too(tmp_path):
         for batch in (next(batches), next(batches)):
             assert torch.equal(batch.target, wanted.target)
         assert loader.state_dict()["position"] == 0
+
+
+@pytest.mark.slow
+def test_dates_that_only_a_validation_reads_name_the_key_that_leaves_it_out(tmp_path):
+    """A validation may be one that nobody has asked for."""
+    data = stores.dataset(ROWS, 16, 20)
+    data["temperature"][13, 0, 3, 3] = np.nan
+    store = stores.write(data, tmp_path / "s.zarr")
+    dates = {"valid": ["2000-01-04T00", "2000-01-04T06"], "test": ["2000-01-04T12", "2000-01-05"]}
+    config = make_config(store, tmp_path / "run", steps=1, validate_every=1)
+    changed = replace(config.data.dates, **dates)
+    config = replace(config, data=replace(config.data, dates=changed))
+    line = refusal(run, config, RankInfo())
+    assert "temperature has NaN at 2000-01-04T06:00" in line
+    assert line.endswith(" Or validate never: trainer.validate_every=0.")
+    assert not (tmp_path / "run").exists()
+    config = replace(config, trainer=replace(config.trainer, validate_every=0))
+    assert run(config, RankInfo()) == 0

@@ -117,7 +117,7 @@ def convert_to_domain_parallel(
     runs whole on every rank.
 
     Args:
-        model: any module; its parameters may be on the meta device.
+        model: any module; its parameters may be on the meta device. Move it to a GPU afterwards.
         manager: this rank's position in the mesh.
         shard_dim: the input's row dimension: -2, or 2 of four, or 3 of five dimensions.
         custom_converters: module type (exact) -> function from the module to its replacement.

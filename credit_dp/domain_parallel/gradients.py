@@ -35,10 +35,10 @@ def global_mean(
     gradients are those of one process. Collective of the domain in forward; backward sends nothing.
 
     Args:
-        values: on this rank's rows, of its own samples.
+        values: on this rank's rows, of its own samples; on its GPU if the ranks send by nccl.
         manager: this rank's position in the mesh.
-        weights: of the values, for example the areas of the rows; only their ratios matter. None:
-            all alike.
+        weights: of the values and on their device, for example the areas of the rows; only their
+            ratios matter. None: all alike.
 
     Shapes:
         values `(..., H_local, W)`, weights of a shape that broadcasts to it, such as `(H_local, 1)`

@@ -34,7 +34,8 @@ class DomainParallelManager:
 
     Args:
         world_size: number of all ranks. More than one needs `torch.distributed` to be initialised
-            with as many, unless `transport` is given.
+            with as many and with the name of a back end, unless `transport` is given: `gloo`, or
+            `nccl` for tensors on GPUs, after `torch.cuda.set_device`.
         domain_parallel_size: number of ranks that share one globe.
         shard_dim: the row dimension of the model's input. The manager only keeps it: the converter
             has an argument of its own.

@@ -192,7 +192,7 @@ def run_block(manager, source, folder, *arguments):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(nn.utils, "clip_grad_norm_", recorded)
         patch.setenv("WORLD_SIZE", str(manager.world_size))
-        patch.setattr(torch.distributed, "init_process_group", lambda: None)  # it is there
+        patch.setattr(torch.distributed, "init_process_group", lambda *_, **__: None)  # it is there
         patch.setattr(sys, "argv", ["loop.py", *arguments])
         patch.chdir(folder)
         torch.set_default_dtype(torch.float64)

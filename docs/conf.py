@@ -26,7 +26,7 @@ extensions = [
     "sphinx_design",
 ]
 root_doc = "docs/index"
-include_patterns = ["*.md", "docs/**.md", "notebooks/*"]
+include_patterns = ["CHANGELOG.md", "CONTRIBUTING.md", "docs/**.md", "notebooks/*"]
 exclude_patterns = [".*", "site", "outputs", "multirun", "build"]
 
 # Pages are Markdown as GitHub shows it; links to headings as GitHub names them.
@@ -63,6 +63,24 @@ html_theme_options = {
     "source_directory": "",
 }
 
+# Pages below another in the menu. GitHub would show a toctree in these as code.
+SUBPAGES = {
+    "docs/your-era5": """data-tables data-grids data-regions regional data-wrf data-calendars
+        data-members data-limits preparing""",
+    "docs/your-own-model": "own-model-rules write-a-rule",
+    "docs/models": "model-zoo physics",
+    "docs/training": "loss optimizer ensembles diffusion metrics checkpoints sweeps",
+    "docs/which-parallelism": "plan-and-verify",
+    "docs/reference/python": "plugins evaluation physics",
+}
+
+
+def add_subpages(_: "Sphinx", page: str, source: list[str]) -> None:
+    """Put the pages of `SUBPAGES` below a page in the menu."""
+    if page in SUBPAGES:
+        names = "\n".join(SUBPAGES[page].split())
+        source[0] += f"\n```{{toctree}}\n:hidden:\n\n{names}\n```\n"
+
 
 def name_rows(_: "Sphinx", document: nodes.document) -> None:
     """Give each row of the page of all keys the name of its key, so that a link leads there."""
@@ -80,4 +98,5 @@ def name_rows(_: "Sphinx", document: nodes.document) -> None:
 
 def setup(app: "Sphinx") -> None:
     """Register what this site adds to Sphinx."""
+    app.connect("source-read", add_subpages)
     app.connect("doctree-read", name_rows)

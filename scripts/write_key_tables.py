@@ -126,6 +126,14 @@ EXAMPLES = {
     "model.upsample": "nearest",
 }
 
+# Where the field has none that a reader could use.
+DEFAULTS = {
+    "data.cache": "`~/.cache/credit_dp`",
+    "data.name": "`quickstart`",
+    "data.prognostic": "of `data=NAME`",
+    "model.name": "`unet`",
+}
+
 
 def main() -> int:
     """Write all tables; with --check write nothing, and return 1 if a table is out of date."""
@@ -195,7 +203,7 @@ def row(key: str, *, example: bool = False) -> str:
         ValueError: there is no such key, its field has no comment, or no example is known.
     """
     name, field, comment = field_of(key)
-    cells = [f"`{name}`", default_of(field), comment.replace("|", r"\|")]
+    cells = [f"`{name}`", DEFAULTS.get(name) or default_of(field), comment.replace("|", r"\|")]
     if example:
         cells[2:] = [f"`{example_of(name, field, comment)}`", EXAMPLE.sub("", cells[2])]
     return f"| {' | '.join(cells)} |"

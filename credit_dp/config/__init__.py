@@ -102,14 +102,16 @@ class RunConfig:
 class ParallelConfig:
     """The mesh of pipeline x data x ensemble x domain ranks, and how each of its axes works."""
 
-    domain: int = 1  # ranks that share one globe, each with a band of latitude rows
+    # ranks that share one globe, each with a band of latitude rows, for less memory
+    domain: int = 1
     # globes that are trained on at once; null: as many as the GPUs or the launcher's ranks allow
     data: int | None = None
     pipeline: int = 1  # ranks that share one model, each with some of its layers
     # ranks that share the members of a sample; a divisor of trainer.members
     ensemble: int = 1
     threads: int | None = None  # CPU threads of each rank; null: an equal share of the cores
-    # ddp: every rank holds all parameters | fsdp2: data, ensemble and domain ranks hold shards
+    # ddp: every rank holds all parameters | fsdp2: data, ensemble and domain ranks hold shards, for
+    # less memory
     data_mode: str = "ddp"
     # of fsdp2: float32 | bfloat16 | float16, in which parameters compute; null: trainer.dtype
     param_dtype: str | None = None

@@ -32,22 +32,24 @@ class TrainerConfig:
 
     steps: int = 450  # optimizer steps
     dtype: str = "float32"  # float32 | float64: of weights and their updates
-    # bfloat16: compute in it where that is safe, with float32 weights; null: compute in dtype
+    # bfloat16: compute in it where that is safe, with float32 weights: less memory, faster on GPUs;
+    # null: compute in dtype
     autocast: str | None = None
     # highest | high | medium: of products of float32 matrices on GPUs, as torch names it; high is
-    # TF32, highest float32, in convolutions too; CPUs always compute in float32
+    # TF32, highest float32 (slower), in convolutions too; CPUs always compute in float32
     matmul: str = "high"
     # on GPUs use only algorithms that give the same bits in every run; slower
     deterministic: bool = False
-    accumulate: int = 1  # parts of the batch that are computed one after the other
+    # parts of the batch that are computed one after the other, for less memory
+    accumulate: int = 1
     # forecasts of each sample, which differ in the model's noise; above 1 needs loss=crps
     members: int = 1
     gradient_clip: float | None = 1.0  # largest norm of the whole gradient; null: no clipping
     # forecast steps per optimizer step, from the given step on, e.g. {0: 1, 400: 2, 600: 4}
     rollout: dict[int, int] = field(default_factory=lambda: {0: 1})
     rollout_unit: str = "step"  # step | epoch: unit of the keys of rollout
-    # false | step | blocks: what the backward pass computes again from its inputs: each forecast
-    # step as a whole, or each block of the model; true means step
+    # false | step | blocks: what the backward pass computes again from its inputs, for less memory:
+    # each forecast step as a whole, or each block of the model; true means step
     checkpoint_activations: str = "false"
     # patterns of parameters that are not trained, e.g. ["encoder.*"]
     freeze: list[str] = field(default_factory=list)
@@ -85,7 +87,8 @@ class TrainerConfig:
     # hours between initial times on the test dates; with 54 every hour of the day occurs
     evaluate_stride_hours: int = 54
     profile: bool = False  # write a profiler trace of a few steps
-    # on GPUs replay forward and backward as a CUDA graph: the host no longer starts each kernel
+    # on GPUs replay forward and backward as a CUDA graph: faster on small bands, because the host
+    # no longer starts each kernel
     cuda_graph: bool = False
     # keep weights of 2-D convolutions, and with them fields between layers, in the memory format
     # channels_last of torch

@@ -40,7 +40,7 @@ FEWER_OF_REGION = {
     r"(make_region\.py region)": r"\1 truncation=15 runs=2 run_days=20 spinup_days=5",
     r"steps=\d+": "steps=2",
     r"32x64": "24x48",
-    r" 'data\.dates=\S+'": "",
+    r' "data\.dates=[^"]+"': "",
     r"boundary=3( data\.relaxation=3)?": "boundary=2",
     r"2004-03-01/2004-06-14/7d": "2001-02-15/2001-02-16/1d",
     r"(train\.py run\.name=globe)": rf"\1 {CLIMATE}",

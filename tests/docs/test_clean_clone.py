@@ -41,7 +41,7 @@ FEWER_OF_REGION = {
     r"steps=\d+": "steps=2",
     r"32x64": "24x48",
     r' "data\.dates=[^"]+"': "",
-    r"boundary=3( data\.relaxation=3)?": "boundary=2",
+    r"boundary=3( +data\.relaxation=3)?": "boundary=2",
     r"2004-03-01/2004-06-14/7d": "2001-02-15/2001-02-16/1d",
     r"(train\.py run\.name=globe)": rf"\1 {CLIMATE}",
     r"(train\.py)": r"\1 trainer.evaluate_stride_hours=2000 'trainer.evaluate_hours=[6]'",

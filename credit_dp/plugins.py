@@ -13,6 +13,7 @@ import importlib.metadata
 import logging
 import os
 import re
+import shlex
 import sys
 import traceback
 import zlib
@@ -246,6 +247,12 @@ def plugin_files() -> list[PluginFile]:
             path = expand_home(variable, text)
             files.setdefault(module_name(path), PluginFile(variable, path))
     return list(files.values())
+
+
+def plugins_setting() -> str:
+    """Return `CREDIT_DP_PLUGINS=FILES` for a shell, with absolute paths; empty without files."""
+    files = os.pathsep.join(str(file.path.absolute()) for file in plugin_files())
+    return f"{PLUGINS_VARIABLE}={shlex.quote(files)}" if files else ""
 
 
 def module_name(path: Path) -> str:

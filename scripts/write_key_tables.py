@@ -2,8 +2,9 @@
 
 A table stands between `<!-- keys: KEY KEY ... -->` and `<!-- /keys -->`. A KEY is a dotted key
 such as `trainer.steps`, all keys of a group (`loss.*`), or those that one model adds
-(`model=unet`). Default and meaning are the field's and its comment, as `train.py --help` shows.
-The page of all keys also has an example of each.
+(`model=unet`). Default and meaning are the field's and its comment, and where a choice of
+`train.py` has another value than the field, as data=quickstart does, that value is added. The page
+of all keys also has an example of each.
 
     python scripts/write_key_tables.py
 """
@@ -18,6 +19,7 @@ from typing import Any
 
 import omegaconf
 
+from credit_dp.cli.compose import Composer
 from credit_dp.cli.overrides import as_yaml, key_comments, type_of_key
 from credit_dp.config import (
     AdamWConfig,
@@ -203,7 +205,8 @@ def row(key: str, *, example: bool = False) -> str:
         ValueError: there is no such key, its field has no comment, or no example is known.
     """
     name, field, comment = field_of(key)
-    cells = [f"`{name}`", DEFAULTS.get(name) or default_of(field), comment.replace("|", r"\|")]
+    default = DEFAULTS.get(name) or default_of(key, field)
+    cells = [f"`{name}`", default, comment.replace("|", r"\|")]
     if example:
         cells[2:] = [f"`{example_of(name, field, comment)}`", EXAMPLE.sub("", cells[2])]
     return f"| {' | '.join(cells)} |"
@@ -257,12 +260,27 @@ def default_value(item: "Field[Any]") -> Any:
     return item.default_factory() if item.default_factory is not NO_DEFAULT else item.default
 
 
-def default_of(item: "Field[Any]") -> str:
-    """Return the default of a field as YAML, formatted as code; empty if it has none."""
+@cache
+def plain_config() -> dict[str, Any]:
+    """Return the config of a plain `train.py`, without its interpolations resolved."""
+    config: Any = omegaconf.OmegaConf.to_container(Composer("train").compose([]), resolve=False)
+    return dict(config)
+
+
+def default_of(key: str, item: "Field[Any]") -> str:
+    """Return a field's default as YAML, formatted as code, and that of a plain `train.py`."""
     value = default_value(item)
-    if value in (NO_DEFAULT, omegaconf.MISSING):
-        return ""
-    return f"`{as_yaml(list(value) if isinstance(value, tuple) else value)}`"
+    texts = []
+    if value not in (NO_DEFAULT, omegaconf.MISSING):
+        texts.append(f"`{as_yaml(list(value) if isinstance(value, tuple) else value)}`")
+    names = key.split(".")
+    plain: Any = plain_config()
+    for name in names:
+        plain = plain.get(name, NO_DEFAULT) if isinstance(plain, dict) else NO_DEFAULT
+    if plain not in (NO_DEFAULT, omegaconf.MISSING) and f"`{as_yaml(plain)}`" not in texts:
+        choice = f"{plain_config()[names[0]]['name']}: " if texts else ""
+        texts.append(f"{choice}`{as_yaml(plain)}`")
+    return "; ".join(texts)
 
 
 if __name__ == "__main__":

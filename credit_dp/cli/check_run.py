@@ -267,8 +267,7 @@ def open_with_timeout(config: Config, remote: Sequence[str]) -> "Store":
 
     if not remote:
         return open_store()
-    for name in NOISY_LOGGERS:
-        logging.getLogger(name).setLevel(logging.CRITICAL + 1)
+    silence_retries()
     # The libraries retry for minutes and can't be interrupted. A daemon thread is abandoned when
     # the program ends.
     opened: Future[Store] = Future()
@@ -276,6 +275,12 @@ def open_with_timeout(config: Config, remote: Sequence[str]) -> "Store":
     if wait([opened], ANSWER_SECONDS).not_done:
         raise unreachable_error(", ".join(remote), f"no answer within {ANSWER_SECONDS:g} seconds")
     return opened.result()
+
+
+def silence_retries() -> None:
+    """Hide what libraries log of each try to reach a store: the error at the end says why."""
+    for name in NOISY_LOGGERS:
+        logging.getLogger(name).setLevel(logging.CRITICAL + 1)
 
 
 def quickstart_summary(config: Config) -> DataSummary:

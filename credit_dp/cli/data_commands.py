@@ -31,7 +31,7 @@ from credit_dp.cli.compose import Composer
 from credit_dp.cli.output import format_bytes, format_table, print_lines
 from credit_dp.cli.overrides import quoted_forms, try_parse
 from credit_dp.config import Config, DataConfig
-from credit_dp.config.data import AUTO, DatesConfig
+from credit_dp.config.data import AUTO, ROLES, DatesConfig
 from credit_dp.distributed.forkserver import (
     die_with_parent,
     forget_import_variables,
@@ -274,7 +274,7 @@ def _variables(report: "StoreReport") -> list[str]:
             (
                 variable.name,
                 variable.units or "-",
-                f"{len(levels)}: {levels[0]} to {levels[-1]}" if levels else "-",
+                _levels(levels),
                 "yes" if variable.timed else "no",
                 _chunk_shape(chunks),
                 str(chunks.times_together) if chunks is not None else "-",
@@ -292,6 +292,13 @@ def _variables(report: "StoreReport") -> list[str]:
         "standard name",
     )
     return format_table(headings, rows, left=len(headings))
+
+
+def _levels(levels: Sequence[int]) -> str:
+    """Return the number of levels, with the first and the last; the only one alone."""
+    if len(levels) < 2:
+        return str(levels[0]) if levels else "-"
+    return f"{len(levels)}: {levels[0]} to {levels[-1]}"
 
 
 def _chunk_shape(chunks: "ChunkReport | None") -> str:
@@ -317,6 +324,7 @@ def _reading(report: "StoreReport") -> list[str]:
     return [
         f"A sample with all fields has {format_bytes(report.sample_bytes)}.",
         *format_table(headings, rows),
+        "read amplification: what a rank decodes over its share of the sample; 1 is the least",
         "",
     ]
 
@@ -378,11 +386,11 @@ def prepare(arguments: Sequence[str], program: str) -> int:
 
     job = RechunkJob(_request(parsed))
     with job.locked():
-        _run_preparation(job)
+        _run_preparation(job, parsed.config)
     return 0
 
 
-def _run_preparation(job: "RechunkJob") -> None:
+def _run_preparation(job: "RechunkJob", config: DataConfig) -> None:
     from rich.console import Console
 
     from credit_dp.distributed.local import start_resource_tracker
@@ -408,8 +416,37 @@ def _run_preparation(job: "RechunkJob") -> None:
     job.finish()
     screen.show(
         f"{job.target.out}: {counted(times, 'time')}, {samples} random samples equal to the "
-        f"store's. Train with data=prepared {shell_argument('data.store', str(job.target.out))}"
+        f"store's. Train with {' '.join(training_keys(job, config))}"
     )
+
+
+def training_keys(job: "RechunkJob", config: DataConfig) -> list[str]:
+    """Return the keys, for a shell, with which training reads what a job copied with a config."""
+    from credit_dp.data.forcings import COMPUTED_STATICS
+
+    preset = Composer("train").compose_config(["data=prepared", "data.store=none"]).data
+    # Presets also name static fields that a store may lack.
+    static = {*COMPUTED_STATICS, *job.selected.metadata.static}
+    keys = ["data=prepared", shell_argument("data.store", str(job.target.out))]
+    for role in ROLES:
+        names, preset_names = (
+            [name for name in getattr(each, role) if role != "static" or name in static]
+            for each in (config, preset)
+        )
+        if names != preset_names:
+            keys.append(shlex.quote(f"data.{role}=[{','.join(names)}]"))
+    if config.step != preset.step:
+        keys.append(f"data.step={config.step}")
+    for name, variable in config.variables.items():
+        for item in dataclasses.fields(variable):
+            value = getattr(variable, item.name)
+            # Units are converted and sums are formed already.
+            if item.name in ("convert", "accumulated") or value == item.default:
+                continue
+            key = f"data.variables.{name}.{item.name}"
+            text = isinstance(value, str)
+            keys.append(shell_argument(key, value) if text else f"{key}={json.dumps(value)}")
+    return keys
 
 
 def describe_preparation(job: "RechunkJob", estimate: "RechunkEstimate") -> str:
@@ -433,7 +470,8 @@ def describe_preparation(job: "RechunkJob", estimate: "RechunkEstimate") -> str:
         f"{counted(channels, 'channel')}, {height} x {columns}",
         f"the disk reads {format_bytes(estimate.disk_bandwidth)} per second",
         *format_table(headings, rows, left=1),
-        f"codec {estimate.codec}, {job.chunk_rows} rows in a chunk: "
+        "ratio: size before compression over the size after",
+        f"chosen: codec {estimate.codec}, {counted(job.chunk_rows, 'row')} in a chunk: "
         f"{format_bytes(estimate.raw_bytes)} become about {format_bytes(estimate.stored_bytes)}, "
         f"in about {format_duration(estimate.hours)}",
     ]

@@ -18,6 +18,7 @@ from credit_dp.cli.arguments import (
 )
 from credit_dp.cli.output import format_table, print_lines
 from credit_dp.errors import UserError, counted
+from credit_dp.plain_text import superscript
 
 if TYPE_CHECKING:
     from credit_dp.evaluation.alignment import ScoreRequest
@@ -299,7 +300,7 @@ def station_lines(scores: "StationScores") -> list[str]:
             rows = [
                 (
                     name,
-                    scores.units[name] or "-",
+                    superscript(scores.units[name]) or "-",
                     *(three_digits(values[name][x][s, lead]) for x, s, _ in STATION_COLUMNS),
                 )
                 for name in scores.sums
@@ -340,7 +341,7 @@ def summary_lines(card: "Scorecard") -> list[str]:
             rows = [
                 (
                     channel.name,
-                    card.units[c] or "-",
+                    superscript(card.units[c]) or "-",
                     *(
                         three_digits(float(scores[name][source, lead, c]))
                         for name, source, _ in columns
@@ -446,7 +447,7 @@ def comparison_lines(comparison: "Comparison") -> list[str]:
         cells = [
             (
                 row.key.channel,
-                row.unit or "-",
+                superscript(row.unit) or "-",
                 str(row.key.hours),
                 *map(three_digits, row.values),
                 *map(format_percent, row.percent[1:]),

@@ -13,6 +13,7 @@ from dataclasses import asdict, is_dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from credit_dp.cli.arguments import OneLineParser
+from credit_dp.cli.check_run import silence_retries
 from credit_dp.cli.compose import check_rows
 from credit_dp.cli.output import format_bytes, format_table
 from credit_dp.cli.train import read_config_arguments
@@ -346,6 +347,7 @@ def plan(arguments: Sequence[str], program: str) -> int:
         raise UserError("--memory: has no effect without --up-to. Add --up-to.")
     if options.memory is not None and not options.memory > 0:
         raise UserError(f"--memory: needs more than 0 GiB, got {options.memory:g}.")
+    silence_retries()
     if config.parallel.domain > 1:
         from credit_dp.data.setup import expected_grid  # a store's, too; xarray: not for --help
 
@@ -422,6 +424,8 @@ def _head(report: "Decision", config: Config) -> list[str]:
     ]
     if parallel.pipeline * (parallel.data or 1) * parallel.ensemble > 1:
         lines.append(f"mesh    {mesh_text(parallel)}")
+    if config.data.name == "quickstart":
+        lines.append("data    quickstart; data=NAME data.store=PATH plans the channels of a store")
     if microbatches > 1:
         lines.append(f"step    {microbatches} micro-batches, each with this input")
     return [*lines, *rollout_lines(config.trainer)]

@@ -5,7 +5,6 @@ signals the end of the job. The ranks save a checkpoint and stop; the job is the
 resumes in the same folder.
 """
 
-import os
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from typing import final
 from credit_dp.config import Config
 from credit_dp.distributed.placement import Placement, mesh_text
 from credit_dp.distributed.slurm import parse_duration
-from credit_dp.plugins import PLUGINS_VARIABLE, plugin_files
+from credit_dp.plugins import plugins_setting
 
 NOTICE_SECONDS = 180  # before the end of a job; more than a run needs to save
 NOTICE_DIVISOR = 5  # of a short job's time, at most a fifth is notice
@@ -123,8 +122,8 @@ export PYTHONUNBUFFERED=1    # lines appear in the log at once
 
 def export_plugins() -> str:
     """Return a line that names the files of plug-ins by absolute path, or an empty text."""
-    files = os.pathsep.join(str(file.path.absolute()) for file in plugin_files())
-    return f"export {PLUGINS_VARIABLE}={shlex.quote(files)}\n" if files else ""
+    setting = plugins_setting()
+    return f"export {setting}\n" if setting else ""
 
 
 def select_run(script: BatchScript) -> str:

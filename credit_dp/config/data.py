@@ -59,7 +59,9 @@ class DatesConfig:
     each split is `[first, last]`, and no date depends on the store any more.
     """
 
-    train: Any = AUTO  # [first, last], both inclusive; auto: the first 80 % of the store's times
+    # [first, last], both inclusive; auto: about the first 80 % of the store's times; if it has three
+    # years, each split gets whole ones
+    train: Any = AUTO
     valid: Any = AUTO  # for the scores during training; auto: the next 10 %
     test: Any = AUTO  # for the final scores; auto: the last 10 %
     limit: int | None = None  # number of times of each split to use, the first ones; null: all

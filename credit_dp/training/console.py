@@ -26,7 +26,11 @@ from credit_dp.plain_text import printable
 from credit_dp.process import output_file
 
 # Loggers whose messages are about the data and their dates.
-DATA_LOGGERS = ("credit_dp.data", "credit_dp.training.run.dates")
+DATA_LOGGERS = (
+    "credit_dp.data",
+    "credit_dp.training.run.dates",
+    "credit_dp.training.shared_reading",
+)
 LINE_INTERVAL_SECONDS = 10.0  # between two lines of progress where there is no terminal
 
 
@@ -152,19 +156,22 @@ class ProgressLines:
 
 @final
 class TaskLines:
-    """Shows several tasks as lines: when a task begins, and every few seconds."""
+    """Shows several tasks as lines: when a task begins, every few seconds, and when it is done."""
 
     def __init__(self, show: Callable[[str], None]) -> None:
         self.show = show
         self.label = ""
+        self.fraction = 0.0
         self.last_shown = 0.0
 
     def __call__(self, label: str, fraction: float) -> None:
-        """Show a line if a task begins, or if `LINE_INTERVAL_SECONDS` have passed."""
+        """Show a line if a task begins or ends, or if `LINE_INTERVAL_SECONDS` have passed."""
         now = time.monotonic()
-        if label == self.label and now - self.last_shown < LINE_INTERVAL_SECONDS:
+        changed = label != self.label or fraction >= 1 > self.fraction
+        if not changed and now - self.last_shown < LINE_INTERVAL_SECONDS:
             return
         self.label = label
+        self.fraction = fraction
         self.last_shown = now
         self.show(f"{label} {100 * fraction:.0f} %")
 

@@ -26,6 +26,7 @@ from credit_dp.config import Config, RunConfig
 from credit_dp.data.sources.address import absolute_address
 from credit_dp.errors import UserError, counted, shell_argument
 from credit_dp.files import write_text_atomic
+from credit_dp.plugins import plugins_setting
 from credit_dp.training.checkpoint_files import CHECKPOINTS_FOLDER
 
 
@@ -109,7 +110,8 @@ class RunFolder:
     @property
     def rerun_command(self) -> str:
         """The command that repeats the run in another folder."""
-        return f"credit-dp train --again {shlex.quote(str(self.path.absolute()))}"
+        command = f"credit-dp train --again {shlex.quote(str(self.path.absolute()))}"
+        return f"{plugins_setting()} {command}".lstrip()
 
     def resume_keys(self, run: RunConfig) -> str:
         """Return the keys with which the command of a run with these keys continues it."""

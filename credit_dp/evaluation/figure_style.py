@@ -115,16 +115,16 @@ def escape_mathtext(text: str) -> str:
 
 
 def title_text(text: str, width: int = PANEL_CHARACTERS) -> str:
-    """Return a title with line breaks after commas and underscores, to fit into so many characters.
+    """Return a title with line breaks, after commas if there are any, to fit so many characters.
 
     A panel of curves has room for two lines.
     """
     lines = []
     while len(text) > width:
-        cut = 1 + max(text.rfind(mark, 0, width) for mark in ",_")
+        cut = text.rfind(",", 0, width) + 1 or text.rfind(" ", 0, width) + 1
         if not cut:
             break
-        lines.append(text[:cut])
+        lines.append(text[:cut].rstrip())
         text = text[cut:].lstrip()
     return escape_mathtext("\n".join([*lines, text]))
 

@@ -14,8 +14,10 @@ from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.cm import ScalarMappable
 from matplotlib.colorbar import Colorbar
+from matplotlib.contour import ContourSet
 from matplotlib.figure import Figure
 from matplotlib.patches import Polygon
+from matplotlib.patheffects import withStroke
 
 from credit_dp.data.grid import POLE, Grid
 from credit_dp.errors import counted
@@ -62,12 +64,15 @@ from credit_dp.evaluation.maps import COAST_LABELS, FieldMap, MapGrid, coasts_of
 from credit_dp.evaluation.score_plots import save_figure
 from credit_dp.evaluation.scorecard import HeldOutScores
 
-MAP_INCHES = 4.4  # width of a map of two
+ROW_INCHES = 9.0  # width of all maps in a row
 ROUND_STEPS = (1, 2, 5, 10, 15, 20, 30)  # degrees between lines of a graticule
 GRATICULE_LINES = 7  # at most, in one direction
+MAX_LINES = 12  # in a map of three; of more every second
+LABEL_INCHES = 0.18  # about a number on a line
+LINE_INCHES = 0.07  # between lines with numbers
+MIN_SLOPE = 1e-30  # of a field between lines
 LINE_POINTS = 181  # of a circle of the graticule
 TICK_INCHES = 0.24  # of a number at a colour bar
-NARROW = 1.4  # maps with a smaller ratio of width to height
 TITLE_CHARACTERS = 90  # of a title that fits above two maps
 WHOLE_DEGREES = 130  # of latitude, beyond which a map is one of the globe
 CAP_DEGREES = 100  # of latitude, up to which it is one of what lies around a pole
@@ -107,7 +112,7 @@ def _usual_projection(box: Box) -> str:
 
 @figure_style()
 def draw_map(field: FieldMap, path: Path) -> None:
-    """Write forecast and truth, with one colour bar, and the error below as one PNG.
+    """Write forecast and truth, with one colour bar, and the error beside them as one PNG.
 
     Raises:
         UserError: the file can't be written.
@@ -124,9 +129,9 @@ def draw_map(field: FieldMap, path: Path) -> None:
     colours = [frame.sample(shade) for shade in shades]
     scale = field_scale(display, *colours)
     lines = line_values(np.stack([forecast, truth])) if display.lines else np.empty(0)
-    # Narrow maps are three in a row; the error of wide ones, of the globe, is below the forecast.
-    in_row = frame.aspect < NARROW
-    layout = Layout(frame, 3 if in_row else 2, 1 if in_row else 2, above=0.62)
+    if len(lines) > MAX_LINES:
+        lines = line_values(lines, 2 * float(lines[1] - lines[0]))
+    layout = Layout(frame, 3, above=0.62)
     legend: list[Artist] = []
     for column, (name, values, raster) in enumerate(
         (("forecast", forecast, colours[0]), ("truth", truth, colours[1]))
@@ -137,8 +142,7 @@ def draw_map(field: FieldMap, path: Path) -> None:
         legend += draw_surroundings(axes, frame, field.grid, field.bounds)
         axes.set_title(name)
     add_bar(layout.figure, layout.bar(0, columns=2), scale, shade_label(display))
-    place = (2, 0) if in_row else (0, 1)
-    axes = layout.map(*place)
+    axes = layout.map(2)
     difference = frame.sample(error)
     errors = error_scale(difference)
     draw_field(axes, frame, difference, errors)
@@ -146,8 +150,8 @@ def draw_map(field: FieldMap, path: Path) -> None:
     size = root_mean_square(error, field.grid.cells)
     axes.set_title(f"forecast - truth, RMSE {size:.3g} {unit_label(display.difference_unit)}")
     label = with_unit("error", display.difference_unit)
-    add_bar(layout.figure, layout.bar(*place), errors, label)
-    add_legend(layout.legend() if in_row else layout.map(1, 1), legend, in_row)
+    add_bar(layout.figure, layout.bar(2), errors, label)
+    add_legend(layout.legend(), legend)
     name = field_title(display, field.channel.level, field.model_levels)
     layout.figure.suptitle(
         title_text(f"{name}, {field.title}", TITLE_CHARACTERS), x=0.01, ha="left"
@@ -236,13 +240,41 @@ def draw_lines(
         zorder=3,
     )
     drawn.set_clip_path(Polygon(frame.outline.T, transform=axes.transData))
-    for text in axes.clabel(drawn, levels=levels[::2], inline_spacing=2, fmt="%g"):
-        text.set_fontsize(LINE_LABEL_SIZE)
     if len(levels) < 2:
         return []
+    label_lines(axes, frame, raster, drawn)
     step = f"{levels[1] - levels[0]:g} {unit_label(display.unit)}"
     label = f"{display.label}, every {step}"
     return list(axes.plot([], [], color="black", linewidth=0.6, label=label))
+
+
+def label_lines(axes: Axes, frame: MapFrame, raster: Values, drawn: ContourSet) -> None:
+    """Write the values of lines where there is room between other lines, edge and numbers."""
+    levels = np.asarray(drawn.levels)
+    step = float(levels[1] - levels[0])
+    inches = axes.bbox.width / axes.figure.dpi / float(np.ptp(frame.outline[0]))
+    slope = np.hypot(*np.gradient(raster, frame.y * inches, frame.x * inches))
+    outline, placed = frame.outline.T * inches, np.empty((0, 2))
+    for level, segments in zip(levels, drawn.allsegs, strict=True):
+        for line in segments:
+            column, row = (
+                np.rint((line[:, k] - along[0]) / (along[1] - along[0])).astype(int)
+                for k, along in enumerate((frame.x, frame.y))
+            )
+            spacing = step / np.maximum(slope[row, column], MIN_SLOPE)
+            points = line * inches
+            room = spacing > LINE_INCHES
+            for others, distance in ((outline, LABEL_INCHES), (placed, 3 * LABEL_INCHES)):
+                away = np.linalg.norm(points[:, None] - others, axis=-1)
+                room &= away.min(axis=1, initial=np.inf) > distance
+            if not room.any() or np.ptp(points, axis=0).max() < 2 * LABEL_INCHES:
+                continue
+            best = int(np.argmax(np.where(room, spacing, 0.0)))
+            placed = np.vstack([placed, points[best]])
+            axes.text(
+                *line[best], f"{level:g}", fontsize=LINE_LABEL_SIZE, ha="center", va="center",
+                zorder=3, path_effects=[withStroke(linewidth=1.5, foreground="white")],
+            )  # fmt: skip
 
 
 def draw_surroundings(
@@ -288,12 +320,21 @@ def draw_graticule(axes: Axes, frame: MapFrame, cells: Grid, clip: Polygon) -> N
 
 
 def label_graticule(axes: Axes, frame: MapFrame, box: Box, step: float, across: float) -> None:
-    """Write degrees along the left and the lower edge of a map of latitude over longitude."""
-    if not isinstance(frame, SphereFrame) or not isinstance(frame.projection, LatLon):
+    """Write degrees along the left edge, and of latitude over longitude along the lower, too."""
+    if not isinstance(frame, SphereFrame) or isinstance(frame.projection, Polar):
+        return
+    latitudes = np.arange(np.ceil(box.south / step), np.floor(box.north / step) + 1) * step
+    if isinstance(frame.projection, EqualEarth):
+        half = (box.east - box.west) / 2
+        for latitude in latitudes[np.abs(latitudes) % 90 > 0]:
+            x, y = frame.projection.forward(np.array([-half]), np.array([latitude]))
+            axes.text(
+                x[0], y[0], latitude_label(float(latitude)) + " ", fontsize=LINE_LABEL_SIZE,
+                color=OUTLINE, ha="right", va="center",
+            )  # fmt: skip
         return
     axes.set_axis_on()
     axes.spines[:].set_visible(False)
-    latitudes = np.arange(np.ceil(box.south / step), np.floor(box.north / step) + 1) * step
     longitudes = np.arange(np.ceil(box.west / across), np.floor(box.east / across) + 1) * across
     middle = box.middle[0]
     x, _ = frame.projection.forward(longitudes - middle, np.zeros_like(longitudes))
@@ -357,49 +398,48 @@ def add_bar(figure: Figure, axes: Axes, scale: ColourScale, label: str) -> Color
     return bar
 
 
-def add_legend(axes: Axes, handles: Sequence[Artist], in_row: bool = False) -> None:
+def add_legend(axes: Axes, handles: Sequence[Artist]) -> None:
     """Write a legend of lines into empty axes."""
     axes.set_axis_off()
     if handles:
-        columns = len(handles) if in_row else 1
-        axes.legend(handles=list(handles), loc="center left", ncols=columns, labelspacing=1.0)
+        axes.legend(handles=list(handles), loc="center left", ncols=len(handles))
 
 
 @final
 class Layout:
-    """Maps of one size in a figure, with colour bars below them; all numbers are inches.
+    """Maps of one size in a row, with colour bars below them; all numbers are inches.
 
     Args:
         frame: of all maps.
-        columns, rows: of maps.
+        columns: of maps.
         above: room for titles.
     """
 
     BAR, TO_BAR, BELOW_BAR, BETWEEN = 0.12, 0.1, 0.62, 0.2
 
-    def __init__(self, frame: MapFrame, columns: int, rows: int, above: float) -> None:
-        with_degrees = isinstance(frame, SphereFrame) and isinstance(frame.projection, LatLon)
-        degrees = (0.35, 0.2) if with_degrees else (0.0, 0.0)  # left of and below each map
-        self.wide = MAP_INCHES if columns < 3 else 2 * MAP_INCHES / 3
+    def __init__(self, frame: MapFrame, columns: int, above: float) -> None:
+        projection = frame.projection if isinstance(frame, SphereFrame) else None
+        # Left of and below each map; those of Equal Earth are where the map is narrower.
+        degrees = (0.35, 0.2) if isinstance(projection, LatLon) else (0.06, 0.0)
+        self.wide = ROW_INCHES / columns
         self.high = self.wide / frame.aspect
         self._above, self._left, self._below = above, 0.15 + degrees[0], degrees[1]
         self._step = self.wide + self.BETWEEN + degrees[0]
-        self._row = self.high + self._below + self.TO_BAR + self.BAR + self.BELOW_BAR
         self.width = self._left + columns * self._step
         for_legend = 0.25 if columns > 2 else 0.0
-        self.height = above + rows * self._row + for_legend
+        row = self.high + self._below + self.TO_BAR + self.BAR + self.BELOW_BAR
+        self.height = above + row + for_legend
         self.figure = Figure(figsize=(self.width, self.height))
 
-    def map(self, column: int, row: int = 0) -> Axes:
+    def map(self, column: int) -> Axes:
         """Add axes for a map."""
-        left = self._left + column * self._step
-        return self._axes(left, self._above + row * self._row, self.wide, self.high)
+        return self._axes(self._left + column * self._step, self._above, self.wide, self.high)
 
-    def bar(self, column: int, row: int = 0, columns: int = 1) -> Axes:
+    def bar(self, column: int, columns: int = 1) -> Axes:
         """Add axes for a colour bar of one map or several in a row."""
         over = columns * self._step - self.BETWEEN
         left = self._left + column * self._step + 0.1 * over
-        top = self._above + row * self._row + self.high + self._below + self.TO_BAR
+        top = self._above + self.high + self._below + self.TO_BAR
         return self._axes(left, top, 0.8 * over, self.BAR)
 
     def legend(self) -> Axes:
@@ -419,7 +459,7 @@ def draw_error_maps(
     display = display_of(variable, unit)
     frame = frame_of(grid.cells)
     rasters = [frame.sample(display.differences(values)) for values in (rmse, bias)]
-    layout = Layout(frame, 2, 1, above=0.65 if title else 0.35)
+    layout = Layout(frame, 2, above=0.65 if title else 0.35)
     if title:
         layout.figure.suptitle(title_text(title, TITLE_CHARACTERS), x=0.01, ha="left")
     for column, (name, raster, scale) in enumerate(

@@ -4,7 +4,6 @@ The templates are in `templates/`. A page needs no other file: figures are `data
 """
 
 import base64
-import re
 from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
@@ -15,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from credit_dp.data.sampling import evenly_spaced_indices
+from credit_dp.evaluation.scorecard import in_order, variable_and_level
 
 TEMPLATES = jinja2.Environment(
     loader=jinja2.FileSystemLoader(Path(__file__).with_name("templates")),
@@ -43,7 +43,6 @@ COLOUR_LIMITS = (4, 10, 20, 50, 100)  # percent, at the ends of the scale; halve
 SHARE_WITHIN_LIMIT = 0.9  # of the differences; the others have the colour of the end
 MAX_DARK_LUMINANCE = 0.18  # up to which white text stands out better than black
 MAX_LEADS = 12  # columns
-CHANNEL_NAME = re.compile(r"(?P<variable>.+)_(?P<level>\d+)")
 
 
 class ColouredCell(NamedTuple):
@@ -97,8 +96,11 @@ def difference_table(
     within = float(np.quantile(sizes, SHARE_WITHIN_LIMIT)) if len(sizes) else 0.0
     limit = next((x for x in COLOUR_LIMITS if within <= x), COLOUR_LIMITS[-1])
     rows = [
-        (*variable_and_level(channel), [coloured_cell(x, limit) for x in percent[:, c].tolist()])
-        for c, channel in enumerate(channels)
+        (
+            *variable_and_level(channels[c]),
+            [coloured_cell(x, limit) for x in percent[:, c].tolist()],
+        )
+        for c in in_order(channels)
     ]
     variables = [
         (variable, [(level, cells) for _, level, cells in of_variable])
@@ -107,12 +109,6 @@ def difference_table(
     key = [coloured_cell(x, limit) for x in np.linspace(-limit, limit, 5).tolist()]
     headings = [lead_label(hours[lead], hours[-1]) for lead in leads]
     return DifferenceTable(identifier, *names, limit, headings, variables, key)
-
-
-def variable_and_level(channel: str) -> tuple[str, str]:
-    """Return the variable and the level of a channel's name; no level is empty."""
-    match = CHANNEL_NAME.fullmatch(channel)
-    return (match["variable"], match["level"]) if match else (channel, "")
 
 
 def shown_lead_indices(hours: Sequence[int]) -> list[int]:

@@ -45,6 +45,7 @@ from credit_dp.evaluation.scorecard import (
     Array,
     Scorecard,
     headline_indices,
+    in_order,
     three_digits,
 )
 from credit_dp.files import locked_folder, remove_abandoned_folders, temporary_path
@@ -57,7 +58,7 @@ def score_image(card: Scorecard, name: str) -> str:
     scored = scored_indices(card, metric)
     headlines = headline_indices(card.channels)
     channels = [c for c in headlines if c in scored] or scored[:MAX_HEADLINES]
-    figure, panels = create_panels(len(channels))
+    figure, panels = create_panels(len(channels), labels=[*metric.sources, *metric.drawn_with])
     for axes, c in zip(panels, channels, strict=True):
         values = {source: card.scores[name][s, :, c] for s, source in enumerate(metric.sources)}
         values |= {label: card.scores[other][0, :, c] for label, other in metric.drawn_with.items()}
@@ -70,7 +71,9 @@ def score_image(card: Scorecard, name: str) -> str:
 
 def scored_indices(card: Scorecard, metric: Metric) -> list[int]:
     """Return the indices of the channels that a metric scores."""
-    return [c for c, channel in enumerate(card.channels) if metric.channels(channel)]
+    channels = card.channels
+    ordered = in_order([channel.name for channel in channels])
+    return [c for c in ordered if metric.channels(channels[c])]
 
 
 def mark_ideal(axes: Axes, better: Better) -> None:
@@ -89,7 +92,7 @@ def spectra_image(card: Scorecard, band: int) -> str:
     Channels without a spectrum are left out.
     """
     channels = [c for c in headline_indices(card.channels) if has_spectrum(card, c, band)]
-    figure, panels = create_panels(len(channels))
+    figure, panels = create_panels(len(channels), labels=SPECTRA_SOURCES)
     for axes, c in zip(panels, channels, strict=True):
         powers = {source: card.spectra[s, -1, c, band] for s, source in enumerate(SPECTRA_SOURCES)}
         draw_spectrum(axes, powers, card.channels[c].name, card.units[c], card.wavelength)
@@ -106,7 +109,8 @@ def has_spectrum(card: Scorecard, channel: int, band: int) -> bool:
 def rank_histogram_image(card: Scorecard) -> str:
     """Return rank histograms of some lead times, one panel per headline channel, as `data:` URI."""
     channels = headline_indices(card.channels)
-    figure, panels = create_panels(len(channels))
+    labels = [f"{card.hours[lead]} h" for lead in shown_leads(card)]
+    figure, panels = create_panels(len(channels), labels=labels)
     histograms = np.zeros(0) if card.rank_histograms is None else card.rank_histograms
     for axes, c in zip(panels, channels, strict=True):
         leads = {f"{card.hours[lead]} h": histograms[lead, c] for lead in shown_leads(card)}

@@ -6,10 +6,8 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
-from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, LogLocator, MaxNLocator, MultipleLocator, NullLocator
@@ -30,8 +28,6 @@ from credit_dp.evaluation.metric_table import METRICS, SPECTRA_SOURCES
 from credit_dp.evaluation.metrics import LATITUDE_BANDS, REGION_BAND
 from credit_dp.evaluation.scorecard import HeldOutScores
 from credit_dp.files import atomic_path
-
-Corner = Literal["upper left", "upper right", "lower left", "lower right"]
 
 
 @figure_style()
@@ -55,8 +51,6 @@ PANEL_COLUMNS = 3
 PANEL_INCHES = (3.6, 2.7)  # width, height
 LEGEND_LINE_INCHES = 0.17
 LEGEND_COLUMNS = 4
-MAX_LABELS_INSIDE = 4  # of a legend inside a panel
-POINTS_BETWEEN = 20  # two points of a curve, where a legend must not be
 CHARACTER_INCHES = 0.07  # of a legend
 TITLE_INCHES = 0.3
 MAX_POWER_TICKS = 7  # on the axis of a spectrum
@@ -70,10 +64,8 @@ HOUR_STEPS = (1, 3, 6)  # between ticks
 MAX_AXIS_HOURS = 48  # longer lead times are shown in days
 
 
-def create_panels(
-    count: int, title: str = "", labels: Sequence[str] = ()
-) -> tuple[Figure, list[Axes]]:
-    """Return a figure with `count` axes, and with room above for a legend of many `labels`."""
+def create_panels(count: int, labels: Sequence[str], title: str = "") -> tuple[Figure, list[Axes]]:
+    """Return a figure with `count` axes, and with room above for a legend of `labels`."""
     columns = min(count, PANEL_COLUMNS)
     rows = -(-count // columns)
     width = PANEL_INCHES[0] * columns
@@ -90,7 +82,7 @@ def create_panels(
         hspace=0.42,
     )
     if title:
-        figure.suptitle(title, y=1 - 0.08 / height, va="top")
+        figure.suptitle(title, x=0.1 / width, y=1 - 0.08 / height, ha="left", va="top")
     panels = list(figure.subplots(rows, columns, squeeze=False).flat)
     for axes in panels[count:]:
         axes.set_visible(False)
@@ -98,9 +90,7 @@ def create_panels(
 
 
 def legend_inches(labels: Sequence[str], width: float) -> float:
-    """Return the height of a legend above the panels; 0 if it is inside one."""
-    if len(labels) <= MAX_LABELS_INSIDE:
-        return 0.0
+    """Return the height of a legend above the panels."""
     return LEGEND_LINE_INCHES * -(-len(labels) // legend_columns(labels, width))
 
 
@@ -111,66 +101,17 @@ def legend_columns(labels: Sequence[str], width: float) -> int:
 
 
 def add_legend(figure: Figure, panels: Sequence[Axes]) -> None:
-    """Add a legend of the curves: in a panel that has room, or above all if it is long."""
+    """Add a legend of the curves above the panels, where it covers none of them."""
     # All panels have the same curves, but for those without a spectrum.
     legends = [axes.get_legend_handles_labels() for axes in panels]
-    longest = max(range(len(panels)), key=lambda index: len(legends[index][1]))
-    handles, labels = legends[longest]
+    handles, labels = max(legends, key=lambda legend: len(legend[1]))
     if not labels:
         return
-    if len(labels) <= MAX_LABELS_INSIDE:
-        place_legend(panels, longest, handles, labels)
-        return
     columns = legend_columns(labels, figure.get_figwidth())
-    figure.legend(handles, labels, loc="upper left", ncols=min(len(labels), columns))
-
-
-def place_legend(
-    panels: Sequence[Axes], first: int, handles: Sequence[Artist], labels: Sequence[str]
-) -> None:
-    """Add a legend in a corner without curves; without any, the first panel gets room for it."""
-    corners = [(axes, corner) for axes in panels for corner in free_corners(axes, labels)]
-    if corners:
-        axes, corner = corners[0]
-        axes.legend(handles, labels, loc=corner)
-        return
-    axes = panels[first]
-    if axes.lines and axes.get_yscale() == "linear":
-        low, high = axes.get_ylim()
-        axes.set_ylim(top=low + (high - low) / (1 - legend_share(axes, labels)[1]))
-        axes.legend(handles, labels, loc="upper left")
-    else:
-        axes.legend(handles, labels, loc="best")
-
-
-def legend_share(axes: Axes, labels: Sequence[str]) -> tuple[float, float]:
-    """Return the width and the height of a legend in parts of a panel's."""
-    width, height = axes.bbox.width / axes.figure.dpi, axes.bbox.height / axes.figure.dpi
-    wide = 0.6 + CHARACTER_INCHES * max(map(len, labels))
-    return wide / width, (0.15 + LEGEND_LINE_INCHES * len(labels)) / height
-
-
-def free_corners(axes: Axes, labels: Sequence[str]) -> list[Corner]:
-    """Return the corners of a panel where a legend covers no curve; none without curves."""
-    axes.autoscale_view()  # now the transform knows the limits
-    to_panel = axes.transData + axes.transAxes.inverted()
-    points = []
-    for line in axes.lines:
-        x, y = to_panel.transform(line.get_xydata()).T
-        number = np.arange(len(x))
-        between = np.linspace(0, len(x) - 1, POINTS_BETWEEN * len(x))
-        points.append(np.stack([np.interp(between, number, part) for part in (x, y)]))
-    if not points:
-        return []
-    x, y = np.concatenate(points, axis=1)
-    wide, high = legend_share(axes, labels)
-    covered: dict[Corner, np.ndarray] = {
-        "upper left": (x < wide) & (y > 1 - high),
-        "upper right": (x > 1 - wide) & (y > 1 - high),
-        "lower left": (x < wide) & (y < high),
-        "lower right": (x > 1 - wide) & (y < high),
-    }
-    return [corner for corner, inside in covered.items() if not inside.any()]
+    top = 1 - (TITLE_INCHES if figure.get_suptitle() else 0.0) / figure.get_figheight()
+    figure.legend(
+        handles, labels, loc="upper left", bbox_to_anchor=(0, top), ncols=min(len(labels), columns)
+    )
 
 
 def draw_scores(
@@ -192,7 +133,7 @@ def draw_scores(
             marker="o" if len(leads) < 13 else "",
             **SOURCE_LINES[source],
         )
-    axes.set_title(title_text(title))
+    axes.set_title(title_text(title.replace("_", " ")))
     axes.set_ylabel(label)
     axes.yaxis.set_major_formatter(NUMBER)
 
@@ -204,6 +145,9 @@ def lead_axis(axes: Axes, hours: Sequence[int]) -> np.ndarray:
         axes.xaxis.set_major_locator(MaxNLocator(MAX_LEAD_TICKS, integer=True))
         return np.array(hours) / 24
     axes.set_xlabel("lead time (hours)")
+    if len(hours) <= MAX_LEAD_TICKS:
+        axes.xaxis.set_major_locator(FixedLocator(hours))
+        return np.array(hours)
     spacing = next(step for step in HOUR_STEPS if max(hours) <= step * MAX_LEAD_TICKS)
     axes.xaxis.set_major_locator(MultipleLocator(spacing))
     return np.array(hours)
@@ -222,7 +166,7 @@ def draw_spectrum(
 
     Without any power, as of a field that has missing values in each row, a text says so.
     """
-    axes.set_title(title_text(name))
+    axes.set_title(title_text(name.replace("_", " ")))
     if not any(map(has_power, powers.values())):
         axes.set_axis_off()
         axes.text(0.5, 0.5, NO_SPECTRUM, transform=axes.transAxes, ha="center")
@@ -284,7 +228,7 @@ def draw_rank_histogram(axes: Axes, histograms: Mapping[str, np.ndarray], name: 
         axes.stairs(frequencies * len(frequencies), edges, label=label, color=series_colour(number))
     axes.set_ylim(bottom=0)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.set_title(title_text(name))
+    axes.set_title(title_text(name.replace("_", " ")))
     axes.set_xlabel("rank of the truth")
     axes.set_ylabel("relative frequency")
 
@@ -298,7 +242,7 @@ def draw_rmse(scores: HeldOutScores, channels: Sequence[int], path: Path) -> Non
     """
     metric = METRICS["rmse"]
     title = f"{metric.label} over {counted(scores.samples, 'initial time')}"
-    figure, panels = create_panels(len(channels), title)
+    figure, panels = create_panels(len(channels), metric.sources, title)
     for axes, c in zip(panels, channels, strict=True):
         values = {source: scores.rmse[s, :, c] for s, source in enumerate(metric.sources)}
         label = with_unit(metric.label, metric.unit(scores.units[c]))
@@ -320,7 +264,7 @@ def draw_spectra(scores: HeldOutScores, last: LastLeadDiagnostics, path: Path) -
     title = f"{'Zonal power' if zonal else 'Power'} spectra, {forecasts}"
     bands = list(LATITUDE_BANDS) if zonal else [REGION_BAND]
     drawn = channels_to_draw(scores, last)
-    figure, panels = create_panels(len(drawn) * len(bands), title)
+    figure, panels = create_panels(len(drawn) * len(bands), SPECTRA_SOURCES, title)
     for index, axes in enumerate(panels):
         row, band = divmod(index, len(bands))
         c = drawn[row]

@@ -6,6 +6,7 @@ store. Which scores there are is in `metric_table`.
 
 import json
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import final
@@ -258,10 +259,20 @@ HEADLINE_CHANNELS = (
     Channel("mean_sea_level_pressure"),
     Channel("specific_humidity", 700),
     Channel("u_component_of_wind", 850),
+    Channel("v_component_of_wind", 850),
     Channel("10m_u_component_of_wind"),
     Channel("total_precipitation_24hr"),
 )
 MAX_HEADLINES = 6  # channels with curves and spectra
+NEAR = 100  # hPa, within which another level stands for that of a headline
+# As in the scorecards of WeatherBench 2; other variables come last, as they are stored.
+ORDER = (
+    *("geopotential", "temperature", "specific_humidity"),
+    *("u_component_of_wind", "v_component_of_wind"),
+    *("2m_temperature", "mean_sea_level_pressure"),
+    *("10m_u_component_of_wind", "10m_v_component_of_wind"),
+)
+CHANNEL_NAME = re.compile(r"(?P<variable>.+)_(?P<level>\d+)")
 NestedScores = dict[str, dict[str, dict[str, dict[str, float | None]]]]
 
 
@@ -419,6 +430,38 @@ def headline_indices(channels: Sequence[Channel]) -> list[int]:
 
 def headlines(names: Sequence[str]) -> list[int]:
     """Return the same of channels by name."""
-    known = [names.index(c.name) for c in HEADLINE_CHANNELS if c.name in names]
-    others = [index for index in range(len(names)) if index not in known]
-    return sorted((known + others)[:MAX_HEADLINES])
+    ordered = in_order(names)
+    near = (_nearest(names, channel) for channel in HEADLINE_CHANNELS)
+    known = [index for index in near if index is not None]
+    others = [index for index in ordered if index not in known]
+    shown = (known + others)[:MAX_HEADLINES]
+    return [index for index in ordered if index in shown]
+
+
+def _nearest(names: Sequence[str], headline: Channel) -> int | None:
+    """Return the index of a headline channel, or of its variable at the nearest level."""
+    if headline.level is None:
+        return names.index(headline.name) if headline.name in names else None
+    distances = {
+        abs(int(level) - headline.level): index
+        for index, (variable, level) in enumerate(map(variable_and_level, names))
+        if level and variable == headline.variable
+    }
+    least = min(distances, default=NEAR + 1)
+    return distances[least] if least <= NEAR else None
+
+
+def in_order(names: Sequence[str]) -> list[int]:
+    """Return the indices of channels in the order of plots and tables."""
+
+    def place(index: int) -> int:
+        variable, _ = variable_and_level(names[index])
+        return ORDER.index(variable) if variable in ORDER else len(ORDER)
+
+    return sorted(range(len(names)), key=place)
+
+
+def variable_and_level(channel: str) -> tuple[str, str]:
+    """Return the variable and the level of a channel's name; no level is empty."""
+    match = CHANNEL_NAME.fullmatch(channel)
+    return (match["variable"], match["level"]) if match else (channel, "")

@@ -11,6 +11,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import NamedTuple, final
 
+import numpy as np
+from numpy.typing import NDArray
+
 from credit_dp.config import Config, DiffusionConfig, StandardLossConfig
 from credit_dp.evaluation.drawing import draw_or_warn
 from credit_dp.evaluation.maps import FieldMap
@@ -19,18 +22,19 @@ from credit_dp.evaluation.pages import DifferenceTable, data_uri, difference_tab
 from credit_dp.evaluation.scorecard import MODEL, HeldOutScores
 from credit_dp.files import write_text_atomic
 from credit_dp.training.loggers import BackgroundSink, Metrics, Sink, read_csv_log
-from credit_dp.training.run_folder import RunFolder
+from credit_dp.training.run_folder import RunFolder, provenance
 
 WRITE_SECONDS = 5.0  # between two versions of the page
 RELOAD_SECONDS = 10  # after which a browser reads the page again
 DRAWING_SHARE = 0.05  # of the time of training that maps may take
-SHOWN_MAPS = 4  # the newest
 CLOSE_SECONDS = 10.0  # that the end of a run waits for the page
 CURVES = {
     "loss": "training loss",
     "validation_rmse": "validation RMSE (standard deviations)",
     "validation_crps": "validation CRPS (standard deviations)",
 }
+MIN_VALUES_OF_MEAN = 20  # logged values from which a curve has a running mean,
+MEAN_SHARE = 0.05  # over this part of them
 MAX_POINTS = 500  # of a curve: of more every second, third, ... is drawn
 WIDTH, HEIGHT, LEFT, BOTTOM, TOP = 480, 260, 58, 36, 8  # of a chart and its margins
 MAX_TICKS = 7
@@ -41,6 +45,8 @@ class Chart(NamedTuple):
 
     Attributes:
         points: x and y of each step, separated by spaces.
+        means: the same of the running mean; empty without one.
+        width: logged values in the running mean.
         marks: x and y of the steps to mark; empty of many.
         across, up: places of ticks and their labels.
         reference: the place of the loss of persistence; None: not drawn.
@@ -49,6 +55,8 @@ class Chart(NamedTuple):
 
     title: str
     points: str
+    means: str
+    width: int
     marks: list[tuple[float, float]]
     across: list[tuple[float, str]]
     up: list[tuple[float, str]]
@@ -63,9 +71,9 @@ def draw_chart(
     known = [(step, value) for step, value in curve if 0 < value < math.inf]
     if not known:
         return None
-    shown = known[:: -(-len(known) // MAX_POINTS)]
-    if shown[-1] != known[-1]:
-        shown.append(known[-1])
+    means, width = running_mean([value for _, value in known])
+    averaged = [(step, float(mean)) for (step, _), mean in zip(known, means, strict=False)]
+    shown = thinned(known)
     values = [value for _, value in shown] + ([] if reference is None else [reference])
     low, high = min(values) / 1.1, max(values) * 1.1
     first, last = shown[0][0], max(shown[-1][0], shown[0][0] + 1)
@@ -81,7 +89,9 @@ def draw_chart(
     return Chart(
         title=title,
         points=" ".join(f"{x},{y}" for x, y in places),
-        marks=places if len(places) <= 50 else [],
+        means=" ".join(f"{across(step)},{up(mean)}" for step, mean in thinned(averaged)),
+        width=width,
+        marks=places if len(places) <= 50 and not width else [],
         across=[
             (across(step), f"{step:g}") for step in linear_ticks(first, last) if step.is_integer()
         ],
@@ -90,6 +100,25 @@ def draw_chart(
         summary=f"{known[0][1]:.3g} at step {known[0][0]}, {known[-1][1]:.3g} at step "
         f"{known[-1][0]}",
     )
+
+
+def running_mean(values: Sequence[float]) -> tuple[NDArray[np.float64], int]:
+    """Return the running mean of a curve's values, and of how many; nothing and 0 of few values.
+
+    At both ends the mean is over the values that there are.
+    """
+    if len(values) < MIN_VALUES_OF_MEAN:
+        return np.empty(0), 0
+    width = max(5, int(len(values) * MEAN_SHARE))
+    ones = np.ones(width)
+    counts = np.convolve(np.ones(len(values)), ones, mode="same")
+    return np.convolve(values, ones, mode="same") / counts, width
+
+
+def thinned(curve: list[tuple[int, float]]) -> list[tuple[int, float]]:
+    """Return every second, third, ... point of a curve of many, and the last."""
+    shown = curve[:: -(-len(curve) // MAX_POINTS) or 1]
+    return shown + [point for point in curve[-1:] if point != shown[-1]]
 
 
 def linear_ticks(first: float, last: float) -> list[float]:
@@ -177,7 +206,7 @@ class PageWriter:
         self.step = step
         self.persistence = persistence_loss(config)
         self.curves: dict[str, list[tuple[int, float]]] = {name: [] for name in CURVES}
-        self.maps: list[tuple[int, str]] = []
+        self.maps: list[tuple[int, Path]] = []
         self.state = "running"
         self.scored = False
         self._written = -math.inf
@@ -262,7 +291,8 @@ class PageWriter:
         ]
         page = render_page(
             "run.html",
-            title=self.folder.path.name,
+            title=f"{self.config.model.name} on {self.config.data.name}",
+            metadata=run_metadata(self.folder, self.config),
             state=self.state,
             reload=RELOAD_SECONDS if self.state in ("running", "scoring") else 0,
             step=self.step,
@@ -275,10 +305,10 @@ class PageWriter:
             },
             charts=[chart for chart in charts if chart is not None],
             size=(WIDTH, HEIGHT, LEFT, BOTTOM, TOP),
-            maps=self.maps[::-1],
+            newest=(self.maps[-1][0], image(self.maps[-1][1])) if self.maps else None,
+            older=[(step, f"maps/{path.name}") for step, path in self.maps[-2::-1]],
             cards=[] if scores is None else score_tables(scores),
             images=images or {},
-            command=self.folder.rerun_command,
         )
         self.folder.page.parent.mkdir(parents=True, exist_ok=True)
         write_text_atomic(self.folder.page, page)
@@ -291,7 +321,26 @@ class PageWriter:
                 curve.append((step, metrics[name]))
 
     def _add_map(self, step: int, path: Path) -> None:
-        self.maps = [*self.maps, (step, image(path))][-SHOWN_MAPS:]
+        self.maps.append((step, path))
+
+
+def run_metadata(folder: RunFolder, config: Config) -> dict[str, str]:
+    """Return what a run is, as texts by heading."""
+    dates, parallel = config.data.dates, config.parallel
+    sizes = {name: getattr(parallel, name) for name in ("pipeline", "data", "ensemble", "domain")}
+    mesh = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
+    splits = {"training": dates.train, "validation": dates.valid, "test": dates.test}
+    return {
+        "Model": config.model.name,
+        "Data": " ".join([config.data.name, str(config.data.store or "")]).strip(),
+        "Dates": "; ".join(
+            f"{name} {' to '.join(split)}" for name, split in splits.items() if len(split) == 2
+        ),
+        "Mesh": mesh or "one rank",
+        "Folder": str(folder.path),
+        "Once more": folder.rerun_command,
+        "Code": ", ".join(f"{name} {value}" for name, value in provenance().items()),
+    }
 
 
 def image(path: Path) -> str:

@@ -11,6 +11,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator
 from credit_dp.evaluation.figure_style import PALE, SERIES, SOURCE_LINES, figure_style
 from credit_dp.evaluation.metric_table import PERSISTENCE
 from credit_dp.evaluation.score_plots import save_figure
+from credit_dp.training.live_page import running_mean
 from credit_dp.training.loggers import Row, read_csv_log
 
 CURVE_LABELS = {
@@ -18,9 +19,6 @@ CURVE_LABELS = {
     "validation_rmse": "validation RMSE\n(standard deviations)",
     "validation_crps": "validation CRPS\n(standard deviations)",
 }
-MIN_ROWS_TO_SMOOTH = 20  # logged steps from which a running mean is drawn as well
-SMOOTHING_DIVISOR = 20  # the running mean is over this fraction of all logged steps,
-MIN_ROWS_OF_MEAN = 5  # and over at least so many
 MAX_MARKERS = 50  # more points are a line without marks
 DECADE = 10.0
 
@@ -45,15 +43,11 @@ def draw_loss(log: Path, path: Path, persistence: float | None = None) -> None:
     figure = Figure(figsize=(7.5, 1.2 + 2.4 * len(curves)), layout="constrained")
     panels = figure.subplots(len(curves), 1, sharex=True, squeeze=False)[:, 0]
     for axes, (label, curve) in zip(panels, curves.items(), strict=True):
-        if label == CURVE_LABELS["loss"]:
-            draw_curve(axes, *curve.T)
-            if persistence is not None:
-                axes.set_ymargin(0.1)
-                axes.axhline(persistence, label=PERSISTENCE, **SOURCE_LINES[PERSISTENCE])
-                axes.legend(loc="best")
-        else:
-            axes.plot(*curve.T, "s-", color=SERIES[1])
-            set_log_axis(axes, curve[:, 1])
+        draw_curve(axes, *curve.T)
+        if label == CURVE_LABELS["loss"] and persistence is not None:
+            axes.set_ymargin(0.1)
+            axes.axhline(persistence, label=PERSISTENCE, **SOURCE_LINES[PERSISTENCE])
+            axes.legend(loc="best")
         axes.set_ylabel(label)
     panels[-1].set_xlabel("step")
     panels[-1].xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -69,18 +63,14 @@ def curve_points(rows: list[Row], name: str) -> np.ndarray:
 
 def draw_curve(axes: Axes, steps: np.ndarray, values: np.ndarray) -> None:
     """Draw one curve on a log scale, with its running mean if there are many points."""
-    many = len(steps) >= MIN_ROWS_TO_SMOOTH
+    means, width = running_mean(values.tolist())
     marker = "o" if len(steps) < MAX_MARKERS else ""
     style: dict[str, Any] = {"color": SERIES[0]}
-    if many:  # single batches are faint behind their mean
+    if width:  # single batches are faint behind their mean
         style = {"color": PALE, "linewidth": 0.8, "markersize": 2.5}
     axes.plot(steps, values, marker=marker, **style)
-    if many:
-        width = max(len(steps) // SMOOTHING_DIVISOR, MIN_ROWS_OF_MEAN)
-        means = np.convolve(values, np.full(width, 1 / width), mode="valid")
-        first = width // 2
-        label = f"mean of {width} logged steps"
-        axes.plot(steps[first : first + len(means)], means, color=SERIES[0], label=label)
+    if width:
+        axes.plot(steps, means, color=SERIES[0], label=f"mean of {width} logged values")
         axes.legend()
     set_log_axis(axes, values)
 

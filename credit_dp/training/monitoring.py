@@ -248,7 +248,8 @@ class TrainingMonitor:
         if self.validation_error is not None:
             self.training.trainer.state.validations.add(self.validation_error)
             metrics |= scores
-            self._validated = f"validation {self.validation_error:.4f}"
+            score = "CRPS" if "validation_crps" in scores else "RMSE"
+            self._validated = f"validation {score} {self.validation_error:.4f}"
         self.note = "  ".join(part for part in (self._loss, self._validated) if part)
         return metrics
 

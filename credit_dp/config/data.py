@@ -59,8 +59,8 @@ class DatesConfig:
     each split is `[first, last]`, and no date depends on the store any more.
     """
 
-    # [first, last], both inclusive; auto: about the first 80 % of the store's times; if it has three
-    # years, each split gets whole ones
+    # [first, last], both inclusive; auto: about the first 80 % of the times; with three years or
+    # more whole years, at least one for each split
     train: Any = AUTO
     valid: Any = AUTO  # for the scores during training; auto: the next 10 %
     test: Any = AUTO  # for the final scores; auto: the last 10 %

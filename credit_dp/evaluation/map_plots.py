@@ -271,8 +271,9 @@ def label_lines(axes: Axes, frame: MapFrame, raster: Values, drawn: ContourSet) 
                 continue
             best = int(np.argmax(np.where(room, spacing, 0.0)))
             placed = np.vstack([placed, points[best]])
+            x, y = line[best].tolist()
             axes.text(
-                *line[best], f"{level:g}", fontsize=LINE_LABEL_SIZE, ha="center", va="center",
+                x, y, f"{level:g}", fontsize=LINE_LABEL_SIZE, ha="center", va="center",
                 zorder=3, path_effects=[withStroke(linewidth=1.5, foreground="white")],
             )  # fmt: skip
 

@@ -69,7 +69,7 @@ ROUND_STEPS = (1, 2, 5, 10, 15, 20, 30)  # degrees between lines of a graticule
 GRATICULE_LINES = 7  # at most, in one direction
 MAX_LINES = 12  # in a map of three; of more every second
 LABEL_INCHES = 0.18  # about a number on a line
-LINE_INCHES = 0.07  # between lines with numbers
+LINE_INCHES = 0.055  # between lines with numbers
 MIN_SLOPE = 1e-30  # of a field between lines
 LINE_POINTS = 181  # of a circle of the graticule
 TICK_INCHES = 0.24  # of a number at a colour bar
@@ -272,10 +272,11 @@ def label_lines(axes: Axes, frame: MapFrame, raster: Values, drawn: ContourSet) 
             best = int(np.argmax(np.where(room, spacing, 0.0)))
             placed = np.vstack([placed, points[best]])
             x, y = line[best].tolist()
-            axes.text(
-                x, y, f"{level:g}", fontsize=LINE_LABEL_SIZE, ha="center", va="center",
-                zorder=3, path_effects=[withStroke(linewidth=1.5, foreground="white")],
-            )  # fmt: skip
+            around = [withStroke(linewidth=1.5, foreground="white")]
+            text = axes.text(
+                x, y, f"{level:g}", ha="center", va="center", zorder=3, path_effects=around
+            )
+            text.set_fontsize(LINE_LABEL_SIZE)
 
 
 def draw_surroundings(
@@ -329,10 +330,9 @@ def label_graticule(axes: Axes, frame: MapFrame, box: Box, step: float, across: 
         half = (box.east - box.west) / 2
         for latitude in latitudes[np.abs(latitudes) % 90 > 0]:
             x, y = frame.projection.forward(np.array([-half]), np.array([latitude]))
-            axes.text(
-                x[0], y[0], latitude_label(float(latitude)) + " ", fontsize=LINE_LABEL_SIZE,
-                color=OUTLINE, ha="right", va="center",
-            )  # fmt: skip
+            label = latitude_label(float(latitude)) + " "
+            text = axes.text(x[0], y[0], label, color=OUTLINE, ha="right", va="center")
+            text.set_fontsize(LINE_LABEL_SIZE)
         return
     axes.set_axis_on()
     axes.spines[:].set_visible(False)

@@ -58,7 +58,7 @@ def score_image(card: Scorecard, name: str) -> str:
     scored = scored_indices(card, metric)
     headlines = headline_indices(card.channels)
     channels = [c for c in headlines if c in scored] or scored[:MAX_HEADLINES]
-    figure, panels = create_panels(len(channels), labels=[*metric.sources, *metric.drawn_with])
+    figure, panels = create_panels(len(channels))
     for axes, c in zip(panels, channels, strict=True):
         values = {source: card.scores[name][s, :, c] for s, source in enumerate(metric.sources)}
         values |= {label: card.scores[other][0, :, c] for label, other in metric.drawn_with.items()}
@@ -92,7 +92,7 @@ def spectra_image(card: Scorecard, band: int) -> str:
     Channels without a spectrum are left out.
     """
     channels = [c for c in headline_indices(card.channels) if has_spectrum(card, c, band)]
-    figure, panels = create_panels(len(channels), labels=SPECTRA_SOURCES)
+    figure, panels = create_panels(len(channels))
     for axes, c in zip(panels, channels, strict=True):
         powers = {source: card.spectra[s, -1, c, band] for s, source in enumerate(SPECTRA_SOURCES)}
         draw_spectrum(axes, powers, card.channels[c].name, card.units[c], card.wavelength)

@@ -6,8 +6,10 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, LogLocator, MaxNLocator, MultipleLocator, NullLocator
@@ -28,6 +30,8 @@ from credit_dp.evaluation.metric_table import METRICS, SPECTRA_SOURCES
 from credit_dp.evaluation.metrics import LATITUDE_BANDS, REGION_BAND
 from credit_dp.evaluation.scorecard import HeldOutScores
 from credit_dp.files import atomic_path
+
+Corner = Literal["upper left", "upper right", "lower left", "lower right"]
 
 
 @figure_style()
@@ -51,6 +55,8 @@ PANEL_COLUMNS = 3
 PANEL_INCHES = (3.6, 2.7)  # width, height
 LEGEND_LINE_INCHES = 0.17
 LEGEND_COLUMNS = 4
+MAX_LABELS_INSIDE = 4  # of a legend inside a panel
+POINTS_BETWEEN = 20  # two points of a curve, where a legend must not be
 CHARACTER_INCHES = 0.07  # of a legend
 TITLE_INCHES = 0.3
 MAX_POWER_TICKS = 7  # on the axis of a spectrum
@@ -64,8 +70,10 @@ HOUR_STEPS = (1, 3, 6)  # between ticks
 MAX_AXIS_HOURS = 48  # longer lead times are shown in days
 
 
-def create_panels(count: int, labels: Sequence[str], title: str = "") -> tuple[Figure, list[Axes]]:
-    """Return a figure with `count` axes, and with room above for a legend of `labels`."""
+def create_panels(
+    count: int, title: str = "", labels: Sequence[str] = ()
+) -> tuple[Figure, list[Axes]]:
+    """Return a figure with `count` axes, and with room above for a legend of many `labels`."""
     columns = min(count, PANEL_COLUMNS)
     rows = -(-count // columns)
     width = PANEL_INCHES[0] * columns
@@ -82,7 +90,7 @@ def create_panels(count: int, labels: Sequence[str], title: str = "") -> tuple[F
         hspace=0.42,
     )
     if title:
-        figure.suptitle(title, x=0.1 / width, y=1 - 0.08 / height, ha="left", va="top")
+        figure.suptitle(title, y=1 - 0.08 / height, va="top")
     panels = list(figure.subplots(rows, columns, squeeze=False).flat)
     for axes in panels[count:]:
         axes.set_visible(False)
@@ -90,7 +98,9 @@ def create_panels(count: int, labels: Sequence[str], title: str = "") -> tuple[F
 
 
 def legend_inches(labels: Sequence[str], width: float) -> float:
-    """Return the height of a legend above the panels."""
+    """Return the height of a legend above the panels; 0 if it is inside one."""
+    if len(labels) <= MAX_LABELS_INSIDE:
+        return 0.0
     return LEGEND_LINE_INCHES * -(-len(labels) // legend_columns(labels, width))
 
 
@@ -101,17 +111,66 @@ def legend_columns(labels: Sequence[str], width: float) -> int:
 
 
 def add_legend(figure: Figure, panels: Sequence[Axes]) -> None:
-    """Add a legend of the curves above the panels, where it covers none of them."""
+    """Add a legend of the curves: in a panel that has room, or above all if it is long."""
     # All panels have the same curves, but for those without a spectrum.
     legends = [axes.get_legend_handles_labels() for axes in panels]
-    handles, labels = max(legends, key=lambda legend: len(legend[1]))
+    longest = max(range(len(panels)), key=lambda index: len(legends[index][1]))
+    handles, labels = legends[longest]
     if not labels:
         return
+    if len(labels) <= MAX_LABELS_INSIDE:
+        place_legend(panels, longest, handles, labels)
+        return
     columns = legend_columns(labels, figure.get_figwidth())
-    top = 1 - (TITLE_INCHES if figure.get_suptitle() else 0.0) / figure.get_figheight()
-    figure.legend(
-        handles, labels, loc="upper left", bbox_to_anchor=(0, top), ncols=min(len(labels), columns)
-    )
+    figure.legend(handles, labels, loc="upper left", ncols=min(len(labels), columns))
+
+
+def place_legend(
+    panels: Sequence[Axes], first: int, handles: Sequence[Artist], labels: Sequence[str]
+) -> None:
+    """Add a legend in a corner without curves; without any, the first panel gets room for it."""
+    corners = [(axes, corner) for axes in panels for corner in free_corners(axes, labels)]
+    if corners:
+        axes, corner = corners[0]
+        axes.legend(handles, labels, loc=corner)
+        return
+    axes = panels[first]
+    if axes.lines and axes.get_yscale() == "linear":
+        low, high = axes.get_ylim()
+        axes.set_ylim(top=low + (high - low) / (1 - legend_share(axes, labels)[1]))
+        axes.legend(handles, labels, loc="upper left")
+    else:
+        axes.legend(handles, labels, loc="best")
+
+
+def legend_share(axes: Axes, labels: Sequence[str]) -> tuple[float, float]:
+    """Return the width and the height of a legend in parts of a panel's."""
+    width, height = axes.bbox.width / axes.figure.dpi, axes.bbox.height / axes.figure.dpi
+    wide = 0.6 + CHARACTER_INCHES * max(map(len, labels))
+    return wide / width, (0.15 + LEGEND_LINE_INCHES * len(labels)) / height
+
+
+def free_corners(axes: Axes, labels: Sequence[str]) -> list[Corner]:
+    """Return the corners of a panel where a legend covers no curve; none without curves."""
+    axes.autoscale_view()  # now the transform knows the limits
+    to_panel = axes.transData + axes.transAxes.inverted()
+    points = []
+    for line in axes.lines:
+        x, y = to_panel.transform(line.get_xydata()).T
+        number = np.arange(len(x))
+        between = np.linspace(0, len(x) - 1, POINTS_BETWEEN * len(x))
+        points.append(np.stack([np.interp(between, number, part) for part in (x, y)]))
+    if not points:
+        return []
+    x, y = np.concatenate(points, axis=1)
+    wide, high = legend_share(axes, labels)
+    covered: dict[Corner, np.ndarray] = {
+        "upper left": (x < wide) & (y > 1 - high),
+        "upper right": (x > 1 - wide) & (y > 1 - high),
+        "lower left": (x < wide) & (y < high),
+        "lower right": (x > 1 - wide) & (y < high),
+    }
+    return [corner for corner, inside in covered.items() if not inside.any()]
 
 
 def draw_scores(
@@ -242,7 +301,7 @@ def draw_rmse(scores: HeldOutScores, channels: Sequence[int], path: Path) -> Non
     """
     metric = METRICS["rmse"]
     title = f"{metric.label} over {counted(scores.samples, 'initial time')}"
-    figure, panels = create_panels(len(channels), metric.sources, title)
+    figure, panels = create_panels(len(channels), title)
     for axes, c in zip(panels, channels, strict=True):
         values = {source: scores.rmse[s, :, c] for s, source in enumerate(metric.sources)}
         label = with_unit(metric.label, metric.unit(scores.units[c]))
@@ -264,7 +323,7 @@ def draw_spectra(scores: HeldOutScores, last: LastLeadDiagnostics, path: Path) -
     title = f"{'Zonal power' if zonal else 'Power'} spectra, {forecasts}"
     bands = list(LATITUDE_BANDS) if zonal else [REGION_BAND]
     drawn = channels_to_draw(scores, last)
-    figure, panels = create_panels(len(drawn) * len(bands), SPECTRA_SOURCES, title)
+    figure, panels = create_panels(len(drawn) * len(bands), title)
     for index, axes in enumerate(panels):
         row, band = divmod(index, len(bands))
         c = drawn[row]

@@ -326,9 +326,7 @@ class PageWriter:
 
 def run_metadata(folder: RunFolder, config: Config) -> dict[str, str]:
     """Return what a run is, as texts by heading."""
-    dates, parallel = config.data.dates, config.parallel
-    sizes = {name: getattr(parallel, name) for name in ("pipeline", "data", "ensemble", "domain")}
-    mesh = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
+    dates = config.data.dates
     splits = {"training": dates.train, "validation": dates.valid, "test": dates.test}
     return {
         "Model": config.model.name,
@@ -336,7 +334,6 @@ def run_metadata(folder: RunFolder, config: Config) -> dict[str, str]:
         "Dates": "; ".join(
             f"{name} {' to '.join(split)}" for name, split in splits.items() if len(split) == 2
         ),
-        "Mesh": mesh or "one rank",
         "Folder": str(folder.path),
         "Once more": folder.rerun_command,
         "Code": ", ".join(f"{name} {value}" for name, value in provenance().items()),

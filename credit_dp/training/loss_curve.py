@@ -43,8 +43,9 @@ def draw_loss(log: Path, path: Path, persistence: float | None = None) -> None:
     figure = Figure(figsize=(7.5, 1.2 + 2.4 * len(curves)), layout="constrained")
     panels = figure.subplots(len(curves), 1, sharex=True, squeeze=False)[:, 0]
     for axes, (label, curve) in zip(panels, curves.items(), strict=True):
-        draw_curve(axes, *curve.T)
-        if label == CURVE_LABELS["loss"] and persistence is not None:
+        is_loss = label == CURVE_LABELS["loss"]
+        draw_curve(axes, curve[:, 0], curve[:, 1], "o" if is_loss else "s")
+        if is_loss and persistence is not None:
             axes.set_ymargin(0.1)
             axes.axhline(persistence, label=PERSISTENCE, **SOURCE_LINES[PERSISTENCE])
             axes.legend(loc="best")
@@ -61,14 +62,13 @@ def curve_points(rows: list[Row], name: str) -> np.ndarray:
     return np.asarray(points[np.isfinite(points).all(axis=1) & (points[:, 1] > 0)])
 
 
-def draw_curve(axes: Axes, steps: np.ndarray, values: np.ndarray) -> None:
+def draw_curve(axes: Axes, steps: np.ndarray, values: np.ndarray, marker: str = "o") -> None:
     """Draw one curve on a log scale, with its running mean if there are many points."""
     means, width = running_mean(values.tolist())
-    marker = "o" if len(steps) < MAX_MARKERS else ""
     style: dict[str, Any] = {"color": SERIES[0]}
     if width:  # single batches are faint behind their mean
         style = {"color": PALE, "linewidth": 0.8, "markersize": 2.5}
-    axes.plot(steps, values, marker=marker, **style)
+    axes.plot(steps, values, marker=marker if len(steps) < MAX_MARKERS else "", **style)
     if width:
         axes.plot(steps, means, color=SERIES[0], label=f"mean of {width} logged values")
         axes.legend()

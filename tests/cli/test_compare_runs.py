@@ -71,7 +71,7 @@ def test_runs_beside_each_other(tmp_path, monkeypatch):
     assert re.search(r"^optimizer.lr +0.001 +0.002$", said, re.MULTILINE)
     assert "run.name" not in said
     assert "not comparable" not in said
-    assert re.search(r"^z_500 +m2 s-2 +24 +100 +90 +-10.0 % +b$", said, re.MULTILINE)
+    assert re.search(r"^z_500 +m² s⁻² +24 +100 +90 +-10.0 % +b$", said, re.MULTILINE)
     assert "Best of 3: a 0, b 3." in said
     rows = list(csv.DictReader((tmp_path / "both/comparison.csv").read_text().splitlines()))
     assert [(row["channel"], row["lead_hours"]) for row in rows] == [
@@ -88,7 +88,7 @@ def test_runs_beside_each_other(tmp_path, monkeypatch):
     assert page.count('src="data:image/svg') == 1
     assert_whole(page)
     (difference,) = re.findall(r"<caption>(.*)</caption>", page)
-    assert difference == "b against a"
+    assert difference == "RMSE: b against a"
 
 
 def test_which_is_better(tmp_path, monkeypatch):

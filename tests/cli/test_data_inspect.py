@@ -40,6 +40,7 @@ def test_everything_is_reported(monkeypatch: pytest.MonkeyPatch, store: Path) ->
     assert "1x3x12x8" in said
     assert "air_temperature" in said
     assert "share the reading" in said
+    assert "read amplification: what a rank decodes" in said
     assert f"credit-dp data prepare store={store} out=prepared.zarr 'domains=[1,2,4,8]'" in said
 
 

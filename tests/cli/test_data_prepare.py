@@ -3,9 +3,12 @@ from pathlib import Path
 
 import pytest
 
+from credit_dp.cli.compose import Composer
 from credit_dp.cli.data_commands import PREPARE_KEYS, format_duration
 from credit_dp.cli.overrides import parse_overrides
 from credit_dp.data.rechunk import target
+from credit_dp.data.selection import select_channels
+from credit_dp.data.sources.opening import open_source
 from credit_dp.data.sources.prepared import PreparedSource
 from tests.cli.invocation import answer, assert_refused
 from tests.data import stores
@@ -61,9 +64,34 @@ def test_out_is_taken_as_it_is(
     assert "zstd" not in said
     assert "8 x 6" in said
     assert PreparedSource.open(str(tmp_path / name)).grid == (8, 6)
-    typed = shlex.split(said.splitlines()[-1].rpartition("data=prepared ")[2])
-    (parsed,) = parse_overrides(typed)
-    assert str(parsed.value()) == str(tmp_path / name)
+    parsed = parse_overrides(training_keys(said))
+    assert str(parsed[1].value()) == str(tmp_path / name)
+
+
+def training_keys(said: str) -> list[str]:
+    """Return the keys in the last line, as a shell reads them."""
+    return shlex.split(said.splitlines()[-1].partition("Train with ")[2])
+
+
+def test_the_last_line_trains_on_what_was_copied(
+    monkeypatch: pytest.MonkeyPatch, keys: list[str]
+) -> None:
+    # A preset whose variables differ from those of data=prepared, as copies of few fields do.
+    transform = "data.variables.2m_temperature.normalise=minmax"
+    more = (transform, "data.step=12h", "codec=none")
+    code, said, _ = answer(monkeypatch, *PREPARE, *keys, *more, program="")
+    assert code == 0
+    composer = Composer("train")
+    texts = [str(override.input_line) for override in composer.parse(training_keys(said))]
+    config = composer.compose_config(texts).data
+    assert config.name == "prepared"
+    assert config.variables["2m_temperature"].normalise == "minmax"
+    assert config.step == "12h"
+    channels = select_channels(open_source(config), config)
+    names = {channel.variable for channel in channels.prognostic}
+    assert names == {"geopotential", "2m_temperature"}
+    assert channels.forcing == ("day_of_year_sin", "solar")
+    assert channels.static == ("land_sea_mask",)
 
 
 def test_help_names_every_key(monkeypatch: pytest.MonkeyPatch) -> None:

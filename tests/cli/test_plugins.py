@@ -29,7 +29,7 @@ from credit_dp.errors import UserError
 from credit_dp.fields import Fields
 from credit_dp.models import build_model
 from credit_dp.plugins import LEGACY_VARIABLE, PLUGINS_VARIABLE, find_plugins
-from credit_dp.training.run_folder import resolved_yaml
+from credit_dp.training.run_folder import RunFolder, resolved_yaml
 from tests import commands
 from tests.cli.invocation import answer, assert_refused, forget_plugins
 from tests.ranks import TIMEOUT
@@ -358,6 +358,17 @@ def test_a_batch_script_names_the_files(monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert (
         f"\nexport {PLUGINS_VARIABLE}='{tmp_path}/my training.py:{tmp_path}/my_model.py'\n" in out
     )
+
+
+def test_the_command_that_repeats_a_run_names_the_files(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    again = f"credit-dp train --again {tmp_path}/run"
+    assert RunFolder(tmp_path / "run").rerun_command == again
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv(PLUGINS_VARIABLE, "my model.py")
+    setting = f"{PLUGINS_VARIABLE}='{tmp_path}/my model.py'"
+    assert RunFolder(tmp_path / "run").rerun_command == f"{setting} {again}"
 
 
 @pytest.mark.slow

@@ -41,7 +41,8 @@ SHORT = {
     "data-regions.md": OWN_STORE,
     "physics.md": OWN_STORE,
     "cluster.md": OWN_STORE,
-    "import.md": "trainer.evaluate_stride_hours=2000 trainer.validate_every=0 trainer.patience=null logger=csv",
+    "import.md": "trainer.evaluate_stride_hours=2000 trainer.patience=null "
+    "trainer.validate_every=0 logger=csv",
 }
 # Pages of features that the tests of their own folders train with: their commands run in the widest
 # tier, and are composed in the long one.

@@ -88,6 +88,9 @@ def test_a_row_has_key_default_and_meaning(tables: ModuleType) -> None:
         "| `trainer.keep_checkpoints` | `1` | number of the newest checkpoints that are kept |"
     )
     assert tables.row("model=unet.blocks").startswith("| `model.blocks` | `1` | ")
+    # The quickstart's value, which the plain command has; alone where the field has none.
+    assert "| `8`; quickstart: `4` | " in tables.row("data.batch_size")
+    assert tables.row("model.name").startswith("| `model.name` | `unet` | ")
     row = tables.row("data.quickstart.truncation", example=True)  # that of the comment, moved
     assert row.startswith("| `data.quickstart.truncation` | `21` | `42` | spectral truncation: ")
     assert "e.g." not in row

@@ -65,7 +65,7 @@ def test_an_added_metric_is_in_the_files_and_on_the_page(card: Scorecard, added:
     assert [(row["of"], float(row["value"])) for row in rows[-3:]] == list(content.items())
     page = scorecard_page(card)
     assert f'<table id="{added}">' in page
-    assert "<h2>Mean absolute error</h2>" in page
+    assert f'<h2 id="section-{added}">Mean absolute error</h2>' in page
     assert "Weighted by area. Smaller is better; the best of each lead time is bold." in page
     assert any("MAE persist." in line for line in summary_lines(card))
 

@@ -214,7 +214,7 @@ def test_scorecards_of_a_region_have_spectra(tmp_path: Path, boundary: int) -> N
     assert rows[0]["wavelength_km"] == ""
     assert float(rows[3]["wavelength_km"]) == pytest.approx(longest / 3, rel=1e-12)
     page = scorecard_page(card)
-    assert "<h2>Power spectra at 24 h</h2>" in page
+    assert '<h2 id="spectra">Power spectra at 24 h</h2>' in page
     assert '<h3>region</h3>\n<div class="wide"><img src="data:image/svg' in page
 
 

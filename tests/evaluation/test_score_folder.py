@@ -82,8 +82,8 @@ def test_the_page_begins_with_contents_and_differences_from_both_baselines() -> 
     page = scorecard_page(card({"rmse": [2.0, 4.0, 1.0], "acc": [0.5, 0.5]}))
     assert_whole(page)
     assert re.findall(r"<caption>(.*)</caption>", page) == [
-        "forecast against persistence",
-        "forecast against climatology",
+        "RMSE: forecast against persistence",
+        "RMSE: forecast against climatology",
     ]
     assert re.findall(r"<td style=.*>(.*)</td>", page) == ["\N{MINUS SIGN}50", "+100"]
     assert 'href="#section-acc"' in page

@@ -32,13 +32,15 @@ def test_a_terminal_gets_a_bar_with_counts_and_note():
     assert "loss 0.1" in text.getvalue()
 
 
-def test_parts_are_announced_when_they_begin_and_are_bars_on_a_terminal():
+def test_parts_are_announced_when_they_begin_and_end_and_are_bars_on_a_terminal():
     screen, text = shown(terminal=False)
     with screen.report() as report:
         for part in ("climate", "statistics"):
             for done in range(101):
                 report(part, done / 100)
-    assert text.getvalue().splitlines() == ["climate 0 %", "statistics 0 %"]
+    assert text.getvalue().splitlines() == [
+        f"{part} {percent} %" for part in ("climate", "statistics") for percent in (0, 100)
+    ]
     screen, text = shown(terminal=True)
     with screen.report() as report:
         report("climate", 1.0)

@@ -31,7 +31,6 @@ from credit_dp.config import (
 )
 from credit_dp.config.model import MODELS, BlocksConfig
 
-comments_of = cache(key_comments)  # of a class; it reads the source
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 TABLE = re.compile(r"(<!-- keys: ([^>\n]+) -->\n).*?(<!-- /keys -->\n)", re.DOTALL)
 HEADING = ["| key | default | meaning |", "|---|---|---|"]
@@ -220,7 +219,7 @@ def field_of(key: str) -> "tuple[str, Field[Any], str]":
     """
     group, _, name = key.rpartition(".")
     for cls in classes_of(group):
-        comment = comments_of(cls).get(name)
+        comment = key_comments(cls).get(name)
         field = next((item for item in fields(cls) if item.name == name), None)
         if field is not None and comment:
             return (f"{group.partition('=')[0]}.{name}" if group else name), field, comment

@@ -185,6 +185,7 @@ def type_of_key(key: str) -> Any:
     return schema
 
 
+@cache  # reading a class parses its module
 def key_comments(schema: type) -> dict[str, str]:
     """Return the comments on the fields of a dataclass: beside a field, or above it."""
     comments: dict[str, str] = {}
@@ -281,11 +282,13 @@ def describe_type(key_type: Any) -> str:
 def describe_key(key: str) -> str:
     """Return what a key takes in words; the example of a table is that of its comment."""
     text = describe_type(type_of_key(key))
+    if "{a: b}" not in text:
+        return text
     group, _, name = key.rpartition(".")
     schema = type_of_key(group) if group else Config
     comments = (key_comments(cls).get(name, "") for cls in (schema, *variant_classes(schema)))
     example = next((match[1] for c in comments if (match := re.search(r"e\.g\. (\{.*\})", c))), "")
-    return text.replace("{a: b}", example) if example else text
+    return text.replace("{a: b}", example or "{a: b}")
 
 
 # Keys that take a text or a list of texts, which their type (Any) does not say.

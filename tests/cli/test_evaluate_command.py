@@ -144,7 +144,9 @@ def check_page(text: str, results: dict[str, object]) -> None:
     for baseline in ("persistence", "climatology"):
         head, *lines = page.tables[f"card-{baseline}"]
         assert head[2:] == ["6 h", "24 h"]
-        for (*_, early, late), errors in zip(lines, scores.values(), strict=True):
+        assert len(lines) == len(scores)
+        for variable, level, early, late in lines:
+            errors = scores["_".join([*variable.split(), level]).rstrip("_")]
             for cell, lead in ((early, "6h"), (late, "24h")):
                 forecast, other = (errors["rmse"][lead][of] for of in ("forecast", baseline))
                 percent = float(cell.replace("\N{MINUS SIGN}", "-"))

@@ -1,7 +1,7 @@
 """The entry points `python train.py` and `credit-dp`; sets the exit codes of commands.
 
 Ranks set their own by `os._exit`: local ones in `distributed/worker.py`, those of a launcher in
-`distributed/launch.py` and `peer_monitor.py`.
+`distributed/launch.py` and `peer_monitor.py`, and here once they have finished.
 
 Exit codes: 0 done; 1 crashed, or a check failed; 2 a mistake in the input, reported in one line; 3
 `--check` found the config right, but the data are remote and can't be reached; 75 stopped on
@@ -33,6 +33,7 @@ from credit_dp.cli.verify import doctor, verify
 from credit_dp.distributed.failure_report import report_error, wait_for_first_rank
 from credit_dp.distributed.launcher import find_launcher, likely_rank
 from credit_dp.distributed.signals import Terminated, raise_on_stop
+from credit_dp.distributed.worker import exit_finished
 from credit_dp.errors import UserError
 from credit_dp.process import outlive_screen
 
@@ -88,12 +89,19 @@ credit-dp trains global weather models sharded by latitude.
 
 def train_main() -> NoReturn:
     """Run `train.py`."""
-    sys.exit(run_command(train, sys.argv[1:], "python train.py"))
+    end(run_command(train, sys.argv[1:], "python train.py"))
 
 
 def main() -> NoReturn:
     """Run the console script `credit-dp`."""
-    sys.exit(run_command(dispatch, sys.argv[1:], "credit-dp"))
+    end(run_command(dispatch, sys.argv[1:], "credit-dp"))
+
+
+def end(code: int) -> NoReturn:
+    """End the process, as the rank of a launcher at once if it trained or computed anything."""
+    if code == 0 and "torch" in sys.modules and is_launched():
+        exit_finished(code)
+    sys.exit(code)
 
 
 def dispatch(arguments: Sequence[str], program: str) -> int:
@@ -171,6 +179,14 @@ def check_torch() -> None:
             f"warning: torch {version} is newer than {newest}, the newest that was tested. "
             "`credit-dp doctor` checks that sharding works with it.\n"
         )
+
+
+def is_launched() -> bool:
+    """Return whether a launcher started this process with others."""
+    try:
+        return find_launcher(os.environ) is not None
+    except UserError:
+        return False
 
 
 def launcher_rank() -> int:

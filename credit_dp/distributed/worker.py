@@ -81,10 +81,20 @@ def exit_rank(folder: str, outcome: RankOutcome) -> None:
     with contextlib.suppress(FileNotFoundError):  # the parent has just ended
         write_outcome(Path(folder), outcome)
     if outcome.kind == "returned":
-        # `os._exit` skips multiprocessing's finalizers; without them the resource tracker reports
-        # semaphores of libraries as leaked.
-        multiprocessing.util._run_finalizers(0)  # type: ignore[attr-defined]
+        exit_finished(outcome.code)
     exit_now(outcome.code)
+
+
+def exit_finished(code: int) -> NoReturn:
+    """End the process of a rank that has finished.
+
+    Not in Python's way, which would wait for the collectives that threads beside training have
+    begun: those of batches read ahead that not all ranks begin, for up to `BACKGROUND_TIMEOUT`.
+    """
+    # `os._exit` skips multiprocessing's finalizers; without them the resource tracker reports
+    # semaphores of libraries as leaked.
+    multiprocessing.util._run_finalizers(0)  # type: ignore[attr-defined]
+    exit_now(code)
 
 
 def exit_now(code: int) -> NoReturn:

@@ -15,6 +15,30 @@ from tests.distributed.processes import ROOT, TORCHRUN, ends, free_port
 from tests.tier_cases import tiers
 
 RANKS = 2
+UNMATCHED = """
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import torch
+from torch import distributed
+
+from credit_dp.config import OwnCallbackConfig
+from credit_dp.distributed.process_groups import new_background_group
+
+
+@dataclass
+class UnmatchedConfig(OwnCallbackConfig):
+    name: str = "unmatched"
+
+    def on_end(self, run, scores):
+        group = new_background_group([[0, 1]])
+        own, all_ranks = torch.zeros(1), torch.zeros(2)
+        distributed.all_gather_into_tensor(all_ranks, own, group=group)  # it is connected
+        if run.rank == 0:
+            work = distributed.all_gather_into_tensor(all_ranks, own, group=group, async_op=True)
+            kept = SimpleNamespace(group=group, work=work)
+            kept.itself = kept  # Python frees it when it exits
+"""
 SMALL = ["model.channels=[4,8]", "model.groups=4"]
 TRAIN = [str(ROOT / "train.py"), "experiment=fast", *SMALL, "trainer.steps=2"]
 
@@ -75,3 +99,18 @@ def test_a_model_trains_and_forecasts(launcher: str, tmp_path: Path) -> None:
     forecast = ["-m", "credit_dp", "forecast", "checkpoint=run", "init=2001-02-10", "lead=12h"]
     run(launcher, forecast, tmp_path)
     assert (tmp_path / "run/forecast.zarr/zarr.json").exists()
+
+
+@pytest.mark.slow
+def test_ranks_end_though_one_waits_for_a_message(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A batch that one rank reads ahead, the other does not begin to read."""
+    (tmp_path / "unmatched.py").write_text(UNMATCHED)
+    monkeypatch.setenv("CREDIT_DP_PLUGINS", "unmatched.py")
+    run(
+        "torchrun",
+        [*TRAIN, "compile=false", "run.dir=run", "trainer.callbacks.unmatched={}"],
+        tmp_path,
+    )
+    assert (tmp_path / "run/metrics.json").exists()

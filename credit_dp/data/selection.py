@@ -6,6 +6,7 @@ them on the config's step: it sums accumulated variables over the step and conve
 
 import logging
 import math
+import shlex
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
@@ -130,7 +131,7 @@ def _check_variables(source: Source, config: DataConfig) -> None:
             seen.add(name)
             if name not in COMPUTED_BY_ROLE.get(role, ()):
                 _check_present(source, config, name, role)
-                _check_kind(source, name, role)
+                _check_kind(source, config, name, role)
 
 
 def without_absent_statics(source: Source, config: DataConfig) -> DataConfig:
@@ -142,12 +143,7 @@ def without_absent_statics(source: Source, config: DataConfig) -> DataConfig:
     ]
     if not absent:
         return config
-    logger.info(
-        "data.static: without %s, which only data=%s names and %s lacks",
-        ", ".join(absent),
-        config.name,
-        source.where,
-    )
+    logger.info("%s has no %s: left out of data.static", source.where, ", ".join(absent))
     return replace(config, static=[name for name in config.static if name not in absent])
 
 
@@ -156,56 +152,103 @@ def _check_present(source: Source, config: DataConfig, name: str, role: str) -> 
     if name in known:
         return
     available = [*source.variables, *COMPUTED_BY_ROLE.get(role, ())]
-    others = [
-        f"{other} of data.{kind}"
+    absent = {
+        kind: [
+            x for x in getattr(config, kind) if x not in (*known, *COMPUTED_BY_ROLE.get(kind, ()))
+        ]
         for kind in ROLES
-        for other in getattr(config, kind)
-        if other not in (name, *known, *COMPUTED_BY_ROLE.get(kind, ()))
-    ]
+    }
+    others = [f"{x} of data.{kind}" for kind, names in absent.items() for x in names if x != name]
     raise UserError(
-        f"{source.where}: no variable {name}. {suggest_names(name, available)}. Change data.{role}."
-        + (f" Also missing: {', '.join(others)}." if others else "")
+        f"{source.where}: no variable {name}. {suggest_names(name, available)}. "
+        + (f"Also missing: {', '.join(others)}. " if others else "")
+        + correct_or_leave_out(config, absent)
     )
 
 
-def _check_kind(source: Source, name: str, role: str) -> None:
+def correct_or_leave_out(config: DataConfig, absent: Mapping[str, Sequence[str]]) -> str:
+    """Return advice on names that do not exist, by role, with keys to copy."""
+    lists = {
+        role: [name for name in getattr(config, role) if name not in names]
+        for role, names in absent.items()
+        if names
+    }
+    keys = _list_keys(lists)
+    if not keys:
+        return f"Change {' and '.join(f'data.{role}' for role in lists)}."
+    several = sum(map(len, absent.values())) > 1
+    advice = "Correct the names, or leave them out" if several else "Correct it, or leave it out"
+    return f"{advice}: {keys}"
+
+
+def _list_keys(lists: Mapping[str, Sequence[object]]) -> str:
+    """Return keys that set lists of the data config, for a shell; "" without prognostic ones."""
+    if not lists.get("prognostic", True):
+        return ""
+    return " ".join(
+        shlex.quote(f"data.{name}=[{','.join(map(str, items))}]") for name, items in lists.items()
+    )
+
+
+def _check_kind(source: Source, config: DataConfig, name: str, role: str) -> None:
     variable = source.variables[name]
+    lists = {role: [other for other in getattr(config, role) if other != name]}
+    remedy = "Leave it out"
     if variable.problem:
         problem = variable.problem
-    elif role == "static" and variable.has_time:
-        problem = "changes in time: it belongs to data.forcing"
-    elif role != "static" and not variable.has_time:
-        problem = "has no time: it belongs to data.static"
+        remedy = "Change data.store, or leave it out"
+    elif (role == "static") == variable.has_time:
+        place = "forcing" if variable.has_time else "static"
+        problem = "changes in time" if variable.has_time else "has no time"
+        problem += f": it belongs to data.{place}"
+        lists[place] = list(dict.fromkeys([*getattr(config, place), name]))
+        remedy = "Move it"
     elif role in ("forcing", "static") and variable.levels:
         problem = f"has levels, which a {role} variable can't have"
     else:
         return
-    raise UserError(f"{source.where}: {name} {problem}. Change data.{role} or data.store.")
+    keys = _list_keys(lists)
+    remedy = f"{remedy}: {keys}" if keys else f"Change data.{role} or data.store."
+    raise UserError(f"{source.where}: {name} {problem}. {remedy}")
 
 
 def _select_levels(source: Source, config: DataConfig) -> Sequence[int]:
     """Return the levels of the config, or the store's in rising order; empty if it has none."""
     if config.levels is None:
         return _common_levels(source, config)
-    names = [*source.variables, *config.prognostic, *config.diagnostic]
-    has_levels = any(source.variables[name].levels for name in names)
-    if not has_levels:
-        raise UserError(f"{source.where}: has no levels. Change data.levels, to null.")
-    for name in (*config.prognostic, *config.diagnostic):
-        if source.variables[name].levels:
-            check_levels(source.where, name, config.levels, source.variables[name].levels)
+    levels_of = _levels_by_variable(source, config)
+    if not levels_of and not any(variable.levels for variable in source.variables.values()):
+        raise UserError(f"{source.where}: has no levels. Set data.levels=null.")
+    check_levels(source.where, config.levels, levels_of)
     return list(config.levels)
 
 
-def check_levels(where: str, name: str, wanted: Sequence[int], levels: Sequence[int]) -> None:
+def _levels_by_variable(source: Source, config: DataConfig) -> dict[str, list[int]]:
+    """Return the levels of the output variables that are on levels, in rising order."""
+    levels = {
+        x: sorted(source.variables[x].levels) for x in (*config.prognostic, *config.diagnostic)
+    }
+    return {name: found for name, found in levels.items() if found}
+
+
+def check_levels(where: str, wanted: Sequence[int], levels_of: Mapping[str, Sequence[int]]) -> None:
     """Refuse levels of `data.levels` that a variable of a store does not have."""
-    missing = [level for level in wanted if level not in levels]
-    if missing:
-        raise UserError(
-            f"{where}: {name} has no level {missing[0]}. There are: "
-            f"{', '.join(map(str, sorted(levels)))}. Change data.levels."
-            f"{hint_at_hpa('data.levels', wanted, levels)}"
-        )
+    for name, levels in levels_of.items():
+        missing = [level for level in wanted if level not in levels]
+        if missing:
+            raise UserError(
+                f"{where}: {name} has no level {missing[0]}."
+                + (hint_at_hpa("data.levels", wanted, levels) or _shared_levels(levels_of))
+            )
+
+
+def _shared_levels(levels_of: Mapping[str, Sequence[int]]) -> str:
+    """Return advice with the levels that all these variables have."""
+    shared = set.intersection(*map(set, levels_of.values()))
+    if not shared:
+        return f" No level is common to {', '.join(levels_of)}: leave some of these out."
+    whose = "Levels of all variables" if len(levels_of) > 1 else "Its levels"
+    return f" {whose}: {_list_keys({'levels': sorted(shared)})}"
 
 
 def hint_at_hpa(key: str, wanted: Sequence[int], levels: Sequence[int]) -> str:
@@ -221,18 +264,16 @@ def _common_levels(source: Source, config: DataConfig) -> Sequence[int]:
     Raises:
         UserError: two of these variables have different levels.
     """
-    names = (*config.prognostic, *config.diagnostic)
-    levels_of = {name: sorted(source.variables[name].levels) for name in names}
-    on_levels = [name for name, levels in levels_of.items() if levels]
-    for name in on_levels:
-        first = on_levels[0]
-        if levels_of[name] != levels_of[first]:
+    levels_of = _levels_by_variable(source, config)
+    first = next(iter(levels_of), "")
+    for name, levels in levels_of.items():
+        if levels != levels_of[first]:
             raise UserError(
-                f"{source.where}: {name} has the levels {', '.join(map(str, levels_of[name]))}, "
-                f"but {first} has {', '.join(map(str, levels_of[first]))}. Set data.levels to some "
-                "that both have."
+                f"{source.where}: {name} has the levels {', '.join(map(str, levels))}, "
+                f"but {first} has {', '.join(map(str, levels_of[first]))}."
+                f"{_shared_levels(levels_of)}"
             )
-    return levels_of[on_levels[0]] if on_levels else []
+    return levels_of[first] if levels_of else []
 
 
 @final

@@ -11,7 +11,7 @@ instead, which need no prepared data: the quickstart store need not exist yet.
 
 import dataclasses
 import json
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -46,7 +46,12 @@ from credit_dp.data.quickstart.dataset import (
     resolve_grid,
 )
 from credit_dp.data.quickstart.dynamics import LEVELS
-from credit_dp.data.selection import check_hybrid, check_variable_keys, data_step_indices
+from credit_dp.data.selection import (
+    check_hybrid,
+    check_variable_keys,
+    correct_or_leave_out,
+    data_step_indices,
+)
 from credit_dp.data.statistics import (
     Pair,
     Statistics,
@@ -286,10 +291,10 @@ def expected_channels(config: DataConfig) -> Channels:
     if config.name != "quickstart":
         return open_on_own_grid(config).channels
     timed = {**LEVEL_VARIABLES, **SURFACE_VARIABLES}
-    _check_names("prognostic", config.prognostic, timed)
-    _check_names("diagnostic", config.diagnostic, timed)
-    _check_names("forcing", config.forcing, COMPUTED_FORCINGS)
-    _check_names("static", config.static, {*STATIC_VARIABLES, *COMPUTED_STATICS})
+    _check_names(config, "prognostic", timed)
+    _check_names(config, "diagnostic", timed)
+    _check_names(config, "forcing", COMPUTED_FORCINGS)
+    _check_names(config, "static", {*STATIC_VARIABLES, *COMPUTED_STATICS})
     check_variable_keys(config)
     levels = LEVELS if config.levels is None else config.levels
     channels = Channels(
@@ -371,10 +376,10 @@ def planned_grid(config: DataConfig) -> GridShape:
     return GridShape(shape, grid.is_global, grid.is_periodic)
 
 
-def _check_names(kind: str, names: Sequence[str], known: Collection[str]) -> None:
-    for name in names:
-        if name not in known:
-            raise UserError(
-                f"data.{kind}: the quickstart climate has no variable {name}. "
-                f"{suggest_names(name, known)}"
-            )
+def _check_names(config: DataConfig, role: str, known: Collection[str]) -> None:
+    absent = [name for name in getattr(config, role) if name not in known]
+    if absent:
+        raise UserError(
+            f"data.{role}: the quickstart climate has no variable {absent[0]}. "
+            f"{suggest_names(absent[0], known)}. {correct_or_leave_out(config, {role: absent})}"
+        )

@@ -88,9 +88,9 @@ def check_start(
     if "bounds" in config.model.fixers:
         bounded_channels(config.model.bounds, channels.output_channels)
     if store is None:  # a plan may have the levels of ERA5, but the quickstart's store has not
-        for name in (*config.data.prognostic, *config.data.diagnostic):
-            if name in LEVEL_VARIABLES:
-                check_levels(config.data.name, name, config.data.levels or LEVELS, LEVELS)
+        names = (*config.data.prognostic, *config.data.diagnostic)
+        levels_of = {name: LEVELS for name in names if name in LEVEL_VARIABLES}
+        check_levels(config.data.name, config.data.levels or LEVELS, levels_of)
     else:
         check_spectra(config.loss, store.grid)
         check_augmentation(config.trainer, store)

@@ -51,18 +51,48 @@ CONFIGS = [
         {"prognostic": ["temprature", "wind"], "static": ["soil"]},
         [
             "no variable temprature. Nearest: temperature",
-            " Also missing: wind of data.prognostic, soil of data.static.",
+            " Also missing: wind of data.prognostic, soil of data.static. Change data.prognostic "
+            "and data.static.",
         ],
     ),
     ({"prognostic": ["geopotental"]}, ["no variable geopotental", "geopotential", "data.prog"]),
     ({"forcing": ["day_of_yaer_sin"]}, ["day_of_yaer_sin", "day_of_year_sin", "data.forcing"]),
-    ({"static": ["land_see_mask"]}, ["land_see_mask", "land_sea_mask", "data.static"]),
+    (
+        {"static": ["land_see_mask"]},
+        ["land_sea_mask", "Correct it, or leave it out: 'data.static=[]'"],
+    ),
+    (
+        {"diagnostic": ["solar", "rain"], "forcing": ["day_of_year_sin"], "static": ["soil"]},
+        ["Correct the names, or leave them out: 'data.diagnostic=[solar]' 'data.static=[]'"],
+    ),
     ({"forcing": ["solar"], "prognostic": ["solar"]}, ["data.forcing: solar"]),
-    ({"static": ["solar"], "forcing": []}, ["solar", "data.forcing"]),
-    ({"forcing": ["land_sea_mask"], "static": []}, ["land_sea_mask", "data.static"]),
-    ({"forcing": ["geopotential"], "prognostic": ["temperature"]}, ["geopotential", "level"]),
-    ({"prognostic": ["land_sea_mask"], "static": []}, ["land_sea_mask", "has no time"]),
-    ({"levels": [500, 700]}, ["no level 700", "500, 850, 1000", "data.levels"]),
+    (
+        {"static": ["solar"], "forcing": ["day_of_year_sin"]},
+        [
+            "solar changes in time",
+            "Move it: 'data.static=[]' 'data.forcing=[day_of_year_sin,solar]'",
+        ],
+    ),
+    (
+        {"forcing": ["land_sea_mask"], "static": []},
+        ["has no time", "Move it: 'data.forcing=[]' 'data.static=[land_sea_mask]'"],
+    ),
+    (
+        {"forcing": ["solar", "geopotential"], "prognostic": ["temperature"]},
+        ["geopotential has levels", "Leave it out: 'data.forcing=[solar]'"],
+    ),
+    (
+        {"prognostic": ["land_sea_mask"], "static": []},
+        ["land_sea_mask has no time", "Change data.prognostic or data.store."],
+    ),
+    (
+        {"levels": [500, 700]},
+        ["has no level 700. Levels of all variables: 'data.levels=[500,850,1000]'"],
+    ),
+    (
+        {"levels": [500, 700], "prognostic": ["temperature"]},
+        ["has no level 700. Its levels: 'data.levels=[500,850,1000]'"],
+    ),
     ({"levels": [50000, 85000]}, ["Levels are in hPa: did you mean data.levels=[500,850]?"]),
     ({"train": ["1999-12-30", "2000-01-02"]}, ["data.dates.train", ABSENT]),
     ({"valid": ["2000-01-02", "2000-01-04"]}, ["data.dates.valid", ABSENT]),
@@ -86,6 +116,12 @@ def test_configs_that_do_not_fit_the_store(good, changes, expected):
     for words in expected:
         assert words in message
     assert "hPa" not in message or changes == {"levels": [50000, 85000]}
+
+
+def test_a_store_without_levels(tmp_path):
+    path = stores.write(stores.dataset()[["2m_temperature"]], tmp_path / "surface.zarr")
+    lists = {"prognostic": ["2m_temperature"], "forcing": [], "static": []}
+    assert refusal(path, levels=[500], **lists) == f"{path}: has no levels. Set data.levels=null."
 
 
 def at(**coordinates):

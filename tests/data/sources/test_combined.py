@@ -111,12 +111,19 @@ def test_levels_that_differ_are_refused_unless_some_are_chosen(tmp_path):
         for name, levels in zip(names, ([500, 850], [850, 1000]), strict=True)
     ]
     options = {"store": paths, "prognostic": names, "forcing": [], "static": []}
-    with pytest.raises(UserError, match="temperature has the levels 850, 1000, but geopotential"):
+    with pytest.raises(UserError) as refused:
         Store.open(stores.config(tmp_path, **options))
+    assert "temperature has the levels 850, 1000, but geopotential has 500, 850. " in str(
+        refused.value
+    )
+    assert str(refused.value).endswith(". Levels of all variables: 'data.levels=[850]'")
     store = Store.open(stores.config(tmp_path, **options, levels=[850]))
     assert store.channels.prognostic == (Channel("geopotential", 850), Channel("temperature", 850))
     alone = Store.open(stores.config(tmp_path, **(options | {"prognostic": names[1:]})))
     assert alone.levels == [850, 1000]
+    paths[0] = str(stores.write(DATA[["geopotential"]].sel(level=[500]), tmp_path / "500.zarr"))
+    with pytest.raises(UserError, match="No level is common to geopotential, temperature"):
+        Store.open(stores.config(tmp_path, **options))
 
 
 def test_groups_bytes_and_descriptions_are_those_of_both(pair):

@@ -211,8 +211,8 @@ def advice(report: "StoreReport", stores: Sequence[str]) -> list[str]:
             f"A chunk holds up to {times_per_chunk} times, but a random sample needs one or two."
         )
     lines += [
-        "For the fastest reading, make a copy with chunks that fit the bands (its --help explains "
-        "how to select variables, levels and dates):",
+        "For the fastest reading, make a copy with one time in a chunk and rows that fit the bands "
+        "(its --help explains how to select variables, levels and dates):",
         f"  credit-dp data prepare {store}{member} out=prepared.zarr "
         f"{shlex.quote(f'domains=[{domains}]')}",
     ]
@@ -317,14 +317,27 @@ def _names(report: "StoreReport") -> list[str]:
 
 def _reading(report: "StoreReport") -> list[str]:
     rows = [
-        (str(ranks), f"{factor:.2f}", format_bytes(report.decoded_bytes[ranks]))
+        (
+            str(ranks),
+            f"{factor:.2f}",
+            f"{factor / report.row_amplification[ranks]:.2f}",
+            f"{report.row_amplification[ranks]:.2f}",
+            format_bytes(report.decoded_bytes[ranks]),
+        )
         for ranks, factor in report.amplification.items()
     ]
-    headings = ("parallel.domain", "read amplification", "decoded by a rank")
+    headings = (
+        "parallel.domain",
+        "read amplification",
+        "by times and levels",
+        "by rows",
+        "decoded by a rank",
+    )
     return [
         f"A sample with all fields has {format_bytes(report.sample_bytes)}.",
         *format_table(headings, rows),
-        "read amplification: what a rank decodes over its share of the sample; 1 is the least",
+        "read amplification: what a rank decodes over its share of the sample; 1 is the least. It "
+        "is the product of two factors, as chunks hold more times, levels or rows than are needed.",
         "",
     ]
 

@@ -113,6 +113,8 @@ class StoreReport:
         long_names: the long names that a config may use, with the store's own name of each.
         sample_bytes: of all time-dependent variables at one time.
         amplification, decoded_bytes: by number of ranks, of all time-dependent variables.
+        row_amplification: the part of the amplification, a factor, that is due to rows; the rest is
+            due to times and levels.
     """
 
     where: str
@@ -131,6 +133,7 @@ class StoreReport:
     long_names: dict[str, str]
     sample_bytes: int
     amplification: dict[int, float]
+    row_amplification: dict[int, float]
     decoded_bytes: dict[int, int]
 
 
@@ -172,6 +175,15 @@ def inspect_source(source: Source, domains: Sequence[int]) -> StoreReport:
         sample_bytes=CELL * total_cells,
         amplification={
             ranks: sum(cells[v.name] * v.chunks.amplification[ranks] for v in readable if v.chunks)
+            / max(1, total_cells)
+            for ranks in possible_ranks
+        },
+        row_amplification={
+            ranks: sum(
+                cells[v.name] * row_amplification(source.grid[0], ranks, v.chunks.shape[2])
+                for v in readable
+                if v.chunks
+            )
             / max(1, total_cells)
             for ranks in possible_ranks
         },

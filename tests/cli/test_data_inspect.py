@@ -134,6 +134,10 @@ def test_chunks_of_several_times_are_named_and_the_advice_can_be_pasted(
     path = stores.write(stores.dataset(), folder / "in.zarr", chunks={"time": 4})
     report = ask(monkeypatch, f"store={path}", "domain=1")
     assert report["amplification"] == {"1": 4.0}
+    _, said, _ = answer(monkeypatch, "data", "inspect", f"store={path}", "domain=3", program="")
+    lines = said.splitlines()
+    factors = next(lines[i + 1] for i, x in enumerate(lines) if "by times and levels  by rows" in x)
+    assert factors.split()[:4] == ["3", "12.00", "4.00", "3.00"]
     assert any("up to 4 times" in line for line in report["advice"])
     assert not any("share the reading" in line for line in report["advice"])
     words = shlex.split(ask(monkeypatch, f"store={path}")["advice"][-1])

@@ -480,7 +480,7 @@ def describe_preparation(job: "RechunkJob", estimate: "RechunkEstimate") -> str:
     lines = [
         f"{selected.metadata.origin}: {counted(times, 'time')} "
         f"({' to '.join(selected.calendar.short_text(x) for x in selected.times[[0, -1]])}), "
-        f"{counted(channels, 'channel')}, {height} x {columns}",
+        f"{counted(channels, 'field')}, {height} x {columns}",
         f"the disk reads {format_bytes(estimate.disk_bandwidth)} per second",
         *format_table(headings, rows, left=1),
         "ratio: size before compression over the size after",

@@ -358,7 +358,7 @@ COMPARE_HELP = """\
 {program} RUN RUN [RUN ...] [out=FOLDER]: compares the scores of runs.
 
 RUN is the folder of a finished training run, or one that credit-dp evaluate wrote. Shows the keys
-in which the runs' configs differ, and each score of the same channel and lead time, with its
+in which the runs' configs differ, and each score of the same field and lead time, with its
 difference from the first run in percent, and the best run. Warns if scores are not comparable,
 because of other dates, other data or another grid.
 

@@ -390,7 +390,7 @@ def _omission_warnings(results: Sequence[EvaluationResult], mismatched: set[str]
         }
         lines += [f"left out: {result.name} has no {channel}" for channel in sorted(missing)[:3]]
         if len(missing) > 3:
-            more = counted(len(missing) - 3, "more channel")
+            more = counted(len(missing) - 3, "more field")
             lines.append(f"left out: {result.name} lacks {more}")
     return lines
 

@@ -222,7 +222,7 @@ class HeldOutScores:
         """
         # No padding: two lead times fit into 80 characters.
         table = Table(title=title, box=SIMPLE_HEAD, padding=0, show_edge=False)
-        table.add_column("variable", no_wrap=True)
+        table.add_column("field", no_wrap=True)
         table.add_column("unit", overflow="fold")
         for hours in (self.hours[lead] for lead in leads):
             for heading in columns:

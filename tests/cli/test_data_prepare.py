@@ -39,7 +39,7 @@ def test_prepares_and_says_how(
         monkeypatch, *PREPARE, *keys, "domains=[1,3]", "dates=[2000-01-01,2000-01-01]", program=""
     )
     assert (code, complaints) == (0, "")
-    assert "4 times (2000-01-01T00 to 2000-01-01T18), 5 channels, 9 x 4" in said
+    assert "4 times (2000-01-01T00 to 2000-01-01T18), 5 fields, 9 x 4" in said
     assert all(f"\n{codec} " in said for codec in target.CODECS)
     assert "3 rows in a chunk" in said
     assert "4 random samples equal" in said

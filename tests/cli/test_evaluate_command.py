@@ -135,7 +135,7 @@ def check_page(text: str, results: dict[str, object]) -> None:
     assert not re.search(r"(src|href|url)\s*[=(]\s*[\"']?(?!data:)\w", text)
     head, names, *lines = page.tables["rmse"]
     assert head[2:] == ["24 h"]
-    assert names == ["variable", "unit", "forecast", "persistence", "climatology"]
+    assert names == ["field", "unit", "forecast", "persistence", "climatology"]
     scores = results["scores"]
     assert isinstance(scores, dict)
     for line in lines:

@@ -90,10 +90,10 @@ def test_the_page_begins_with_contents_and_differences_from_both_baselines() -> 
     assert "At a glance" not in scorecard_page(card({"acc": [0.5, 0.5]}))
 
 
-def test_the_page_says_that_not_all_variables_are_plotted() -> None:
+def test_the_page_says_that_not_all_fields_are_plotted() -> None:
     for channels, noted in ((MAX_HEADLINES, False), (MAX_HEADLINES + 1, True)):
         text = scorecard_page(card({"acc": [0.5, 0.5]}, channels))
-        assert (f"Plots show {MAX_HEADLINES} of the {channels} variables" in text) == noted
+        assert (f"Plots show {MAX_HEADLINES} of the {channels} fields" in text) == noted
 
 
 def test_spread_is_drawn_beside_the_error_that_it_should_match() -> None:

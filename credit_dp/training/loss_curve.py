@@ -6,12 +6,12 @@ from typing import Any
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator
+from matplotlib.ticker import FixedLocator, MaxNLocator, NullLocator
 
 from credit_dp.evaluation.figure_style import PALE, SERIES, SOURCE_LINES, figure_style
 from credit_dp.evaluation.metric_table import PERSISTENCE
 from credit_dp.evaluation.score_plots import save_figure
-from credit_dp.training.live_page import running_mean
+from credit_dp.training.live_page import running_mean, ticks_of_decades
 from credit_dp.training.loggers import Row, read_csv_log
 
 CURVE_LABELS = {
@@ -20,7 +20,6 @@ CURVE_LABELS = {
     "validation_crps": "validation CRPS\n(standard deviations)",
 }
 MAX_MARKERS = 50  # more points are a line without marks
-DECADE = 10.0
 
 
 @figure_style()
@@ -47,8 +46,8 @@ def draw_loss(log: Path, path: Path, persistence: float | None = None) -> None:
         draw_curve(axes, curve[:, 0], curve[:, 1], "o" if is_loss else "s")
         if is_loss and persistence is not None:
             axes.set_ymargin(0.1)
-            axes.axhline(persistence, label=PERSISTENCE, **SOURCE_LINES[PERSISTENCE])
-            axes.legend(loc="best")
+            mark_persistence(axes, persistence)
+        label_log_axis(axes)
         axes.set_ylabel(label)
     panels[-1].set_xlabel("step")
     panels[-1].xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -68,19 +67,23 @@ def draw_curve(axes: Axes, steps: np.ndarray, values: np.ndarray, marker: str = 
     style: dict[str, Any] = {"color": SERIES[0]}
     if width:  # single batches are faint behind their mean
         style = {"color": PALE, "linewidth": 0.8, "markersize": 2.5}
+    axes.set_yscale("log")
     axes.plot(steps, values, marker=marker if len(steps) < MAX_MARKERS else "", **style)
     if width:
         axes.plot(steps, means, color=SERIES[0], label=f"mean of {width} logged values")
         axes.legend()
-    set_log_axis(axes, values)
 
 
-def set_log_axis(axes: Axes, values: np.ndarray) -> None:
-    """Let the vertical axis be logarithmic, with ticks enough."""
-    axes.set_yscale("log")
-    if values.max() < DECADE * values.min():
-        # The default ticks are powers of ten: within a decade there would be one at most.
-        axes.yaxis.set_major_locator(MaxNLocator(6))
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _position: f"{value:.4g}"))
-        axes.yaxis.set_minor_locator(NullLocator())
-    axes.grid(visible=True, which="both")
+def mark_persistence(axes: Axes, loss: float) -> None:
+    """Draw a line at the loss of persistence, with its name at the end."""
+    axes.axhline(loss, label=PERSISTENCE, **SOURCE_LINES[PERSISTENCE])
+    colour = SOURCE_LINES[PERSISTENCE]["color"]
+    along = axes.get_yaxis_transform()
+    axes.text(1, loss, PERSISTENCE, transform=along, color=colour, ha="right", va="bottom")
+
+
+def label_log_axis(axes: Axes) -> None:
+    """Let the logarithmic axis have round ticks: powers of ten are too few within a decade."""
+    axes.yaxis.set_major_locator(FixedLocator(ticks_of_decades(*axes.get_ylim())))
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_locator(NullLocator())

@@ -39,6 +39,7 @@ from credit_dp.evaluation.metric_table import (
     Better,
     Metric,
     metrics_of_comparison,
+    panel_name,
 )
 from credit_dp.evaluation.pages import DifferenceTable, difference_table, render_page
 from credit_dp.evaluation.score_folder import figure_data_uri, table_lead_indices
@@ -520,7 +521,7 @@ def curves_image(comparison: Comparison, score: str) -> str:
             values = [first.scores[row.key].get(source, np.nan) for row in by_lead]
             if np.isfinite(values).any():
                 axes.plot(leads, values, label=source, **{**SOURCE_LINES[source], "linewidth": 1.0})
-        axes.set_title(title_text(channel.replace("_", " ")))
+        axes.set_title(title_text(panel_name(METRICS[score], channel).replace("_", " ")))
         axes.yaxis.set_major_formatter(NUMBER)
         axes.set_ylabel(with_unit(METRICS[score].label, by_lead[0].unit))
     add_legend(figure, axes_of)

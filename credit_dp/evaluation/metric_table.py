@@ -192,6 +192,12 @@ def northward_index(channel: Channel, channels: Sequence[Channel]) -> int | None
     return None
 
 
+def panel_name(metric: "Metric", name: str) -> str:
+    """Return what a channel is called above a metric's curves: `wind_500` for a wind vector."""
+    is_vector = metric.channels is is_eastward_wind
+    return name.replace("u_component_of_", "") if is_vector else name
+
+
 def wind_vector_rmse(
     channels: Sequence[Channel], rmse: NDArray[np.float64]
 ) -> NDArray[np.float64] | None:

@@ -29,6 +29,7 @@ from credit_dp.evaluation.metric_table import (
     SPECTRA_SOURCES,
     Better,
     Metric,
+    panel_name,
 )
 from credit_dp.evaluation.metrics import ErrorMap, has_spectra
 from credit_dp.evaluation.pages import DifferenceTable, data_uri, difference_table, render_page
@@ -63,7 +64,7 @@ def score_image(card: Scorecard, name: str) -> str:
         values = {source: card.scores[name][s, :, c] for s, source in enumerate(metric.sources)}
         values |= {label: card.scores[other][0, :, c] for label, other in metric.drawn_with.items()}
         label = with_unit(metric.label, metric.unit(card.units[c]))
-        draw_scores(axes, card.hours, values, card.channels[c].name, label)
+        draw_scores(axes, card.hours, values, panel_name(metric, card.channels[c].name), label)
         mark_ideal(axes, metric.better)
     add_legend(figure, panels)
     return figure_data_uri(figure, "svg")

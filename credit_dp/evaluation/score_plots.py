@@ -26,7 +26,7 @@ from credit_dp.evaluation.figure_style import (
     with_unit,
 )
 from credit_dp.evaluation.held_out import LastLeadDiagnostics
-from credit_dp.evaluation.metric_table import METRICS, SPECTRA_SOURCES
+from credit_dp.evaluation.metric_table import METRICS, SPECTRA_SOURCES, TRUTH
 from credit_dp.evaluation.metrics import LATITUDE_BANDS, REGION_BAND
 from credit_dp.evaluation.scorecard import HeldOutScores
 from credit_dp.files import atomic_path
@@ -73,10 +73,12 @@ MAX_AXIS_HOURS = 48  # longer lead times are shown in days
 def create_panels(
     count: int, title: str = "", labels: Sequence[str] = ()
 ) -> tuple[Figure, list[Axes]]:
-    """Return a figure with `count` axes, and with room above for a legend of many `labels`."""
-    columns = min(count, PANEL_COLUMNS)
-    rows = -(-count // columns)
-    width = PANEL_INCHES[0] * columns
+    """Return a figure with `count` axes, and with room above for a legend of many `labels`.
+
+    All figures are as wide as one with all columns: on a page their letters have the same size.
+    """
+    rows = -(-count // PANEL_COLUMNS)
+    width = PANEL_INCHES[0] * PANEL_COLUMNS
     top = (TITLE_INCHES if title else 0.0) + legend_inches(labels, width)
     height = PANEL_INCHES[1] * rows + top
     figure = Figure(figsize=(width, height))
@@ -90,8 +92,8 @@ def create_panels(
         hspace=0.42,
     )
     if title:
-        figure.suptitle(title, y=1 - 0.08 / height, va="top")
-    panels = list(figure.subplots(rows, columns, squeeze=False).flat)
+        figure.suptitle(title, x=0.01, y=1 - 0.08 / height, ha="left", va="top")
+    panels = list(figure.subplots(rows, PANEL_COLUMNS, squeeze=False).flat)
     for axes in panels[count:]:
         axes.set_visible(False)
     return figure, panels[:count]
@@ -111,7 +113,7 @@ def legend_columns(labels: Sequence[str], width: float) -> int:
 
 
 def add_legend(figure: Figure, panels: Sequence[Axes]) -> None:
-    """Add a legend of the curves: in a panel that has room, or above all if it is long."""
+    """Add a legend of the curves: in a panel that has room, or above all."""
     # All panels have the same curves, but for those without a spectrum.
     legends = [axes.get_legend_handles_labels() for axes in panels]
     longest = max(range(len(panels)), key=lambda index: len(legends[index][1]))
@@ -119,28 +121,33 @@ def add_legend(figure: Figure, panels: Sequence[Axes]) -> None:
     if not labels:
         return
     if len(labels) <= MAX_LABELS_INSIDE:
-        place_legend(panels, longest, handles, labels)
+        place_legend(figure, panels, handles, labels)
         return
     columns = legend_columns(labels, figure.get_figwidth())
     figure.legend(handles, labels, loc="upper left", ncols=min(len(labels), columns))
 
 
 def place_legend(
-    panels: Sequence[Axes], first: int, handles: Sequence[Artist], labels: Sequence[str]
+    figure: Figure, panels: Sequence[Axes], handles: Sequence[Artist], labels: Sequence[str]
 ) -> None:
-    """Add a legend in a corner without curves; without any, the first panel gets room for it."""
+    """Add a legend in a corner without curves; without any, in the row of the title."""
     corners = [(axes, corner) for axes in panels for corner in free_corners(axes, labels)]
     if corners:
         axes, corner = corners[0]
         axes.legend(handles, labels, loc=corner)
         return
-    axes = panels[first]
-    if axes.lines and axes.get_yscale() == "linear":
-        low, high = axes.get_ylim()
-        axes.set_ylim(top=low + (high - low) / (1 - legend_share(axes, labels)[1]))
-        axes.legend(handles, labels, loc="upper left")
-    else:
-        axes.legend(handles, labels, loc="best")
+    columns = legend_columns(labels, figure.get_figwidth())
+    if not figure.get_suptitle():
+        add_row_above(figure, LEGEND_LINE_INCHES * -(-len(labels) // columns))
+    figure.legend(handles, labels, loc="upper right", ncols=columns)
+
+
+def add_row_above(figure: Figure, inches: float) -> None:
+    """Make a figure higher; its panels keep their size."""
+    margins, old = figure.subplotpars, figure.get_figheight()
+    new = old + inches
+    figure.set_figheight(new)
+    figure.subplots_adjust(bottom=margins.bottom * old / new, top=margins.top * old / new)
 
 
 def legend_share(axes: Axes, labels: Sequence[str]) -> tuple[float, float]:
@@ -230,15 +237,17 @@ def draw_spectrum(
         axes.set_axis_off()
         axes.text(0.5, 0.5, NO_SPECTRUM, transform=axes.transAxes, ha="center")
         return
-    waves = np.arange(1, len(next(iter(powers.values()))))
+    lowest = lowest_power(np.stack(list(powers.values())))
+    # Both end where the truth does, as that of a simulation at its truncation.
+    waves = np.arange(1, 1 + last_wavenumber(powers[TRUTH], lowest or 0.0))
     places = waves if wavelength is None else wavelength / 1000 / waves
     for source, spectrum in powers.items():
-        power = spectrum[1:]
+        power = spectrum[waves]
         positive = np.where(power > 0, power, np.nan)  # a logarithmic axis has no zero
         axes.plot(places, positive, label=source, **SOURCE_LINES[source])
     axes.set_xscale("log")
     axes.set_yscale("log")
-    axes.set_ylim(bottom=lowest_power(np.stack(list(powers.values()))))
+    axes.set_ylim(bottom=lowest)
     # A tick takes as long to draw as a curve, and a logarithmic axis has hundreds by default.
     if wavelength is None:
         ticks = FixedLocator([k for k in WAVENUMBER_TICKS if k <= len(waves)])
@@ -261,6 +270,15 @@ def draw_spectrum(
 def has_power(spectrum: np.ndarray) -> bool:
     """Whether there is power, `(..., N)`, at a wavenumber above 0."""
     return bool((spectrum[..., 1:] > 0).any())  # NaN, of missing values, is not
+
+
+def last_wavenumber(truth: np.ndarray, lowest: float) -> int:
+    """Return the last wavenumber above 1 at which the truth's power `(N,)` is on the axis.
+
+    Without any, it is the last of all.
+    """
+    above = np.flatnonzero(truth >= lowest)
+    return int(above[-1]) if len(above) and above[-1] > 1 else len(truth) - 1
 
 
 def lowest_power(spectra: np.ndarray) -> float | None:

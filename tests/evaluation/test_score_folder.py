@@ -101,6 +101,14 @@ def test_spread_is_drawn_beside_the_error_that_it_should_match() -> None:
     assert "error of the mean" in base64.b64decode(shown.split(",")[1]).decode()
 
 
+def test_panels_of_wind_vectors_are_called_after_the_wind() -> None:
+    scored = card({"wind_vector_rmse": [1.0, 2.0, 3.0], "rmse": [1.0, 2.0, 3.0]})
+    named = replace(scored, channels=(Channel("10m_u_component_of_wind"),))
+    for metric, title in (("wind_vector_rmse", "10m wind"), ("rmse", "10m u component of wind")):
+        shown = base64.b64decode(score_image(named, metric).split(",")[1]).decode()
+        assert f">{title}<" in shown, metric
+
+
 def test_the_csv_of_spectra_has_every_variable() -> None:
     count = MAX_HEADLINES + 3
     powers = np.arange(2.0 * count).reshape(2, 1, count, 1, 1).repeat(2, 4)

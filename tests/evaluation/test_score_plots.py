@@ -205,6 +205,8 @@ def test_the_loss_is_beside_that_of_persistence_and_the_validation_has_its_own_m
         assert [line.get_label() for line in loss.lines][1:] == ["persistence"] * bool(persistence)
         assert all(set(line.get_ydata()) == {1.0} for line in loss.lines[1:])
         assert loss.get_ylim()[1] >= (persistence or 0.9)
+        assert [text.get_text() for text in loss.texts] == ["persistence"] * bool(persistence)
+        assert set(loss.get_yticks()) <= {0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0}
         (line,) = validation.lines
         assert line.get_xydata().tolist() == [[2, 0.2], [3, 0.1]]
         assert line.get_marker() != loss.lines[0].get_marker()
@@ -256,6 +258,20 @@ def test_the_axis_of_a_spectrum_ends_where_it_means_something() -> None:
         axes = Figure().subplots()
         draw_spectrum(axes, {"forecast": forecast, "truth": truth}, "x", "K")
         assert not lowest or axes.get_ylim()[0] == wanted
+    ended = power(1e9, 9e4, 3e3, 300, 1e-9, 1e-9)
+    for forecast, truth, last in (
+        (power(1e9, 9e4, 3e3, 300, 100, 90), ended, 3),
+        (ended, power(1e9, 9e4, 3e3, 300, 100, 90), 5),  # of a forecast that is too smooth, all
+        (power(1e9, 9e4, 90, 90, 90, 90), power(1e9, 9e4, 0, 0, 0, 0), 5),
+    ):
+        for wavelength in (None, 6e6):
+            axes = Figure().subplots()
+            powers = {"forecast": forecast, "truth": truth}
+            draw_spectrum(axes, powers, "x", "K", wavelength)
+            waves = np.arange(1, last + 1)
+            places = waves if wavelength is None else 6e3 / waves
+            for line in axes.lines:
+                assert line.get_xdata().tolist() == pytest.approx(places.tolist())
     for empty in (np.nan, 0.0):
         axes = Figure().subplots()
         draw_spectrum(axes, {"forecast": np.full(5, empty), "truth": np.full(5, empty)}, "x", "K")
@@ -315,24 +331,47 @@ def test_short_legends_are_inside_a_panel_and_long_ones_above_all() -> None:
 
 
 @figure_style()
-def test_a_legend_covers_no_curve() -> None:
+def test_a_legend_covers_no_curve_and_changes_no_axis() -> None:
     leads = np.array([6, 12, 18, 24])
-    for rising in ([180, 340, 480, 600], [50, 60, 70, 80]):
-        figure, panels = create_panels(3)
+    for rising, constant, title, inside in (
+        ([60, 100, 200, 600], 300, "", True),
+        ([180, 340, 480, 600], 890, "", False),  # without a free corner
+        ([180, 340, 480, 600], 890, "RMSE over 2 initial times", False),
+    ):
+        figure, panels = create_panels(3, title)
         for axes in panels:
             values = {
                 "forecast": np.array([50, 95, 140, 180]),
                 "persistence": np.array(rising),
-                "climatology": np.full(4, 890),
+                "climatology": np.full(4, constant),
             }
             draw_scores(axes, leads.tolist(), values, "x", "RMSE")
             axes.set_ylim(bottom=0)
+        before = [axes.bbox.size.tolist() for axes in panels]
         add_legend(figure, panels)
         figure.draw_without_rendering()
-        ((axes, legend),) = [(x, x.get_legend()) for x in panels if x.get_legend() is not None]
+        assert len({axes.get_ylim() for axes in panels}) == 1
+        assert [axes.bbox.size.tolist() for axes in panels] == [pytest.approx(x) for x in before]
+        legends = [*(axes.get_legend() for axes in panels), *figure.legends]
+        (legend,) = [each for each in legends if each is not None]
         box = legend.get_window_extent()
-        for line in axes.lines:
-            assert not line.get_path().transformed(axes.transData).intersects_bbox(box, False)
+        assert (legend.axes is not None) == inside
+        for axes in panels:
+            for line in axes.lines:
+                path = line.get_path().transformed(axes.transData)
+                assert not path.intersects_bbox(box, filled=False)
+        above = [axes._left_title.get_window_extent() for axes in panels]
+        for text in [*above, *(each.get_window_extent() for each in figure.texts)]:
+            assert not box.overlaps(text)
+
+
+def test_letters_have_the_same_size_in_figures_of_few_and_many_panels() -> None:
+    sizes = []
+    for count in (1, 2, 3):
+        figure, panels = create_panels(count)
+        size = panels[0].get_position().size * figure.get_size_inches()
+        sizes.append((figure.get_figwidth(), *size))
+    assert sizes == [pytest.approx(sizes[0])] * len(sizes)
 
 
 def test_lead_times_are_in_days_beyond_two_and_hours_below() -> None:

@@ -6,7 +6,7 @@ thread of its own (`BackgroundSink`): training never waits for it, and an error 
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import NamedTuple, final
@@ -38,6 +38,8 @@ MEAN_SHARE = 0.05  # over this part of them
 MAX_POINTS = 500  # of a curve: of more every second, third, ... is drawn
 WIDTH, HEIGHT, LEFT, BOTTOM, TOP = 480, 260, 58, 36, 8  # of a chart and its margins
 MAX_TICKS = 7
+GIT = ("commit", "changed")  # of `provenance`
+COMMIT_DIGITS = 8
 
 
 class Chart(NamedTuple):
@@ -211,6 +213,7 @@ class PageWriter:
         self.scored = False
         self._written = -math.inf
         self._next_map = -math.inf
+        self._skipped: tuple[int, FieldMap] | None = None  # the newest map that is not drawn
 
     def start(self) -> None:
         """Show what a run that is resumed has done, up to its checkpoint."""
@@ -233,8 +236,9 @@ class PageWriter:
             self.write()
 
     def show_map(self, step: int, field: FieldMap) -> None:
-        """Draw a map, unless the last one was drawn a short time ago."""
+        """Draw a map, or keep it for the end if the last one was drawn a short time ago."""
         start = time.monotonic()
+        self._skipped = (step, field) if start < self._next_map < math.inf else None
         if start < self._next_map:
             return
         path = self.folder.maps / f"step-{step:08d}.png"
@@ -256,8 +260,11 @@ class PageWriter:
         draw_map(field, path)
 
     def show_scoring(self) -> None:
-        """Say that training has ended."""
+        """Say that training has ended, and show the map of its last validation."""
         self.state = "scoring"
+        if self._skipped is not None:
+            self._next_map = -math.inf
+            self.show_map(*self._skipped)
         self.write()
 
     def summarise(self, metrics: Metrics) -> None:
@@ -336,8 +343,18 @@ def run_metadata(folder: RunFolder, config: Config) -> dict[str, str]:
         ),
         "Folder": str(folder.path),
         "Once more": folder.rerun_command,
-        "Code": ", ".join(f"{name} {value}" for name, value in provenance().items()),
+        "Code": code_text(provenance()),
     }
+
+
+def code_text(versions: Mapping[str, str]) -> str:
+    """Return the versions of `provenance` in one line."""
+    shown = [f"{name} {value}" for name, value in versions.items() if name not in GIT]
+    if "commit" in versions:
+        shown.append(f"commit {versions['commit'][:COMMIT_DIGITS]}")
+    if versions.get("changed") == "yes":
+        shown.append("with uncommitted changes")
+    return ", ".join(shown)
 
 
 def image(path: Path) -> str:

@@ -23,6 +23,7 @@ from credit_dp.training import live_page, loggers
 from credit_dp.training.live_page import (
     LivePage,
     PageWriter,
+    code_text,
     draw_chart,
     linear_ticks,
     persistence_loss,
@@ -170,6 +171,28 @@ def test_maps_are_drawn_for_a_small_share_of_the_time_and_the_newest_is_shown(
     page = page_of(config)
     assert page.count("<img") == 1
     assert re.findall(r'href="maps/step-0*(\d+).png"', page) == [str(s) for s in drawn[-2::-1]]
+
+
+def test_the_map_of_the_last_validation_is_drawn_at_the_end(
+    writer: PageWriter, config: Config
+) -> None:
+    """Three validations follow each other faster than maps may be drawn."""
+    for step in (10, 20, 30):
+        writer.show_map(step, field())
+    assert "after 10 of 40 steps" in page_of(config)
+    for _ in range(2):  # the second time nothing is left to draw
+        writer.show_scoring()
+        assert [step for step, _ in writer.maps] == [10, 30]
+    assert "after 30 of 40 steps" in page_of(config)
+    assert state_of(config) == "scoring"
+
+
+def test_the_page_says_from_which_code_a_run_is() -> None:
+    versions = {"torch": "2.13", "commit": "549127bb" * 5, "changed": "no"}
+    assert code_text(versions) == "torch 2.13, commit 549127bb"
+    changed = code_text({**versions, "changed": "yes"})
+    assert changed == "torch 2.13, commit 549127bb, with uncommitted changes"
+    assert code_text({"torch": "2.13"}) == "torch 2.13"
 
 
 def test_the_page_is_written_after_some_seconds_not_at_every_step(

@@ -68,9 +68,10 @@ ROW_INCHES = 9.0  # width of all maps in a row
 ROUND_STEPS = (1, 2, 5, 10, 15, 20, 30)  # degrees between lines of a graticule
 GRATICULE_LINES = 7  # at most, in one direction
 MAX_LINES = 12  # in a map of three; of more every second
-LABEL_INCHES = 0.18  # about a number on a line
-LINE_INCHES = 0.055  # between lines with numbers
+LABEL_INCHES = 0.12  # about a number on a line
+LINE_INCHES = 0.035  # between lines with numbers
 MIN_SLOPE = 1e-30  # of a field between lines
+COAST_WIDTH = 0.6  # points; coasts are below lines, numbers above all
 LINE_POINTS = 181  # of a circle of the graticule
 TICK_INCHES = 0.24  # of a number at a colour bar
 TITLE_CHARACTERS = 90  # of a title that fits above two maps
@@ -131,7 +132,7 @@ def draw_map(field: FieldMap, path: Path) -> None:
     lines = line_values(np.stack([forecast, truth])) if display.lines else np.empty(0)
     if len(lines) > MAX_LINES:
         lines = line_values(lines, 2 * float(lines[1] - lines[0]))
-    layout = Layout(frame, 3, above=0.62)
+    layout = Layout(frame, 3, above=0.55)
     legend: list[Artist] = []
     for column, (name, values, raster) in enumerate(
         (("forecast", forecast, colours[0]), ("truth", truth, colours[1]))
@@ -236,7 +237,7 @@ def draw_lines(
         np.ma.masked_invalid(raster),
         levels=levels,
         colors="black",
-        linewidths=0.6,
+        linewidths=0.5,
         zorder=3,
     )
     drawn.set_clip_path(Polygon(frame.outline.T, transform=axes.transData))
@@ -245,7 +246,7 @@ def draw_lines(
     label_lines(axes, frame, raster, drawn)
     step = f"{levels[1] - levels[0]:g} {unit_label(display.unit)}"
     label = f"{display.label}, every {step}"
-    return list(axes.plot([], [], color="black", linewidth=0.6, label=label))
+    return list(axes.plot([], [], color="black", linewidth=0.5, label=label))
 
 
 def label_lines(axes: Axes, frame: MapFrame, raster: Values, drawn: ContourSet) -> None:
@@ -272,9 +273,9 @@ def label_lines(axes: Axes, frame: MapFrame, raster: Values, drawn: ContourSet) 
             best = int(np.argmax(np.where(room, spacing, 0.0)))
             placed = np.vstack([placed, points[best]])
             x, y = line[best].tolist()
-            around = [withStroke(linewidth=1.5, foreground="white")]
+            around = [withStroke(linewidth=2, foreground="white")]
             text = axes.text(
-                x, y, f"{level:g}", ha="center", va="center", zorder=3, path_effects=around
+                x, y, f"{level:g}", ha="center", va="center", zorder=7, path_effects=around
             )
             text.set_fontsize(LINE_LABEL_SIZE)
 
@@ -294,7 +295,7 @@ def draw_surroundings(
         x, y = frame.place(*coasts.T)
         # One line with gaps of NaN is drawn faster than hundreds of lines.
         (line,) = axes.plot(
-            x, y, color=COAST, linewidth=0.9, zorder=4, label=COAST_LABELS[grid.planet]
+            x, y, color=COAST, linewidth=COAST_WIDTH, zorder=2.5, label=COAST_LABELS[grid.planet]
         )
         line.set_clip_path(clip)
         drawn += [line] if COAST_LABELS[grid.planet] else []
@@ -391,12 +392,22 @@ def add_bar(figure: Figure, axes: Axes, scale: ColourScale, label: str) -> Color
     )  # fmt: skip
     edges = scale.edges
     room = int(axes.get_position().width * figure.get_figwidth() / TICK_INCHES)
-    thin = edges[:: 1 + len(edges) // (room + 1)]
-    bar.set_ticks(list(thin), labels=[f"{value:g}" for value in thin])
+    thin = every_edge(edges, 1 + len(edges) // (room + 1))
+    bar.set_ticks(thin, labels=[f"{value:g}" for value in thin])
     bar.set_label(label)
     bar.outline.set_linewidth(0.5)
     axes.tick_params(length=2, width=0.5)
     return bar
+
+
+def every_edge(edges: Sequence[float] | np.ndarray, step: int) -> list[float]:
+    """Return every second, third, ... edge between colours, the same on both sides of a centre."""
+    middle = len(edges) // 2
+    widths = np.diff(edges)
+    if len(edges) % 2 == 0 and widths[middle - 1] > 1.5 * widths[0]:  # the centre is no edge
+        upper = range(middle + step - 1, len(edges), step)
+        return [float(edges[i]) for i in (*(len(edges) - 1 - i for i in reversed(upper)), *upper)]
+    return [float(edge) for edge in edges[::step]]
 
 
 def add_legend(axes: Axes, handles: Sequence[Artist]) -> None:
@@ -416,7 +427,7 @@ class Layout:
         above: room for titles.
     """
 
-    BAR, TO_BAR, BELOW_BAR, BETWEEN = 0.12, 0.1, 0.62, 0.2
+    BAR, TO_BAR, BELOW_BAR, BETWEEN = 0.12, 0.1, 0.42, 0.2
 
     def __init__(self, frame: MapFrame, columns: int, above: float) -> None:
         projection = frame.projection if isinstance(frame, SphereFrame) else None
@@ -427,7 +438,7 @@ class Layout:
         self._above, self._left, self._below = above, 0.15 + degrees[0], degrees[1]
         self._step = self.wide + self.BETWEEN + degrees[0]
         self.width = self._left + columns * self._step
-        for_legend = 0.25 if columns > 2 else 0.0
+        for_legend = 0.2 if columns > 2 else 0.0
         row = self.high + self._below + self.TO_BAR + self.BAR + self.BELOW_BAR
         self.height = above + row + for_legend
         self.figure = Figure(figsize=(self.width, self.height))
@@ -445,7 +456,7 @@ class Layout:
 
     def legend(self) -> Axes:
         """Add axes along the lower edge."""
-        return self._axes(self._left, self.height - 0.3, self.width - 2 * self._left, 0.2)
+        return self._axes(self._left, self.height - 0.24, self.width - 2 * self._left, 0.2)
 
     def _axes(self, left: float, top: float, wide: float, high: float) -> Axes:
         bottom = self.height - top - high
@@ -460,7 +471,7 @@ def draw_error_maps(
     display = display_of(variable, unit)
     frame = frame_of(grid.cells)
     rasters = [frame.sample(display.differences(values)) for values in (rmse, bias)]
-    layout = Layout(frame, 2, above=0.65 if title else 0.35)
+    layout = Layout(frame, 2, above=0.55 if title else 0.35)
     if title:
         layout.figure.suptitle(title_text(title, TITLE_CHARACTERS), x=0.01, ha="left")
     for column, (name, raster, scale) in enumerate(

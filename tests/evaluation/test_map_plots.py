@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from matplotlib.contour import ContourSet
 from matplotlib.figure import Figure
 from matplotlib.image import imread
 
@@ -25,6 +26,7 @@ from credit_dp.evaluation.map_plots import (
     draw_error_maps,
     draw_map,
     draw_surroundings,
+    every_edge,
     frame_of,
     root_mean_square,
 )
@@ -105,6 +107,41 @@ def test_departures_and_scales_are_even_on_both_sides() -> None:
     assert wind.edges == pytest.approx(-wind.edges[::-1])
     rain = field_scale(display_of("tp", "mm"), rows * 0)
     assert rain.colours(rain.norm(0.0))[:3] == (1, 1, 1)
+
+
+def test_numbers_at_a_colour_bar_are_even_on_both_sides_of_its_centre() -> None:
+    around_zero = [-1.5, -1, -0.5, 0.5, 1, 1.5]
+    for edges, step, shown in (
+        (around_zero, 1, around_zero),
+        (around_zero, 2, [-1, 1]),
+        (around_zero, 3, [-1.5, 1.5]),
+        ([0, 1, 2, 3, 4, 5], 2, [0, 2, 4]),
+        ([3.0, 4.0], 1, [3, 4]),
+    ):
+        assert every_edge(edges, step) == shown, (edges, step)
+
+
+def test_numbers_on_lines_are_above_coasts_and_each_is_on_its_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown = field((0, 9), EARTH)
+    slopes = 20 * shown.truth
+    figure = drawn_map(
+        replace(shown, forecast=slopes, truth=slopes, channel=Channel("mean_sea_level_pressure"),
+                unit="hPa"), tmp_path / "map.png", monkeypatch,
+    )  # fmt: skip
+    axes = figure.axes[0]
+    (coast,) = (line for line in axes.lines if line.get_color() == COAST)
+    numbers = [text for text in axes.texts if text.get_text().lstrip("-").isdigit()]
+    assert len(numbers) > 4
+    for text in numbers:
+        assert text.get_zorder() > max(line.get_zorder() for line in axes.lines)
+    (lines,) = (each for each in axes.collections if isinstance(each, ContourSet))
+    assert coast.get_zorder() < lines.get_zorder()
+    for text in numbers:
+        level = [f"{value:g}" for value in lines.levels].index(text.get_text())
+        points = np.concatenate(lines.allsegs[level])
+        assert np.abs(points - text.get_position()).max(axis=1).min() < 1e-9
 
 
 def drawn_map(shown: FieldMap, path: Path, monkeypatch: pytest.MonkeyPatch) -> Figure:

@@ -71,7 +71,8 @@ MAX_LINES = 12  # in a map of three; of more every second
 LABEL_INCHES = 0.12  # about a number on a line
 LINE_INCHES = 0.035  # between lines with numbers
 MIN_SLOPE = 1e-30  # of a field between lines
-COAST_WIDTH = 0.6  # points; coasts are below lines, numbers above all
+COAST_WIDTH, THIN_COAST_WIDTH = 0.6, 0.45  # points
+WIDE_INCHES = 4.0  # of a map; coasts on narrower ones are thin
 LINE_POINTS = 181  # of a circle of the graticule
 TICK_INCHES = 0.24  # of a number at a colour bar
 TITLE_CHARACTERS = 90  # of a title that fits above two maps
@@ -294,8 +295,14 @@ def draw_surroundings(
     if len(coasts):
         x, y = frame.place(*coasts.T)
         # One line with gaps of NaN is drawn faster than hundreds of lines.
+        is_wide = axes.bbox.width > WIDE_INCHES * axes.figure.dpi
         (line,) = axes.plot(
-            x, y, color=COAST, linewidth=COAST_WIDTH, zorder=2.5, label=COAST_LABELS[grid.planet]
+            x,
+            y,
+            color=COAST,
+            linewidth=COAST_WIDTH if is_wide else THIN_COAST_WIDTH,
+            zorder=2.5,  # below lines of equal values
+            label=COAST_LABELS[grid.planet],
         )
         line.set_clip_path(clip)
         drawn += [line] if COAST_LABELS[grid.planet] else []

@@ -137,9 +137,11 @@ def place_legend(
         axes.legend(handles, labels, loc=corner)
         return
     columns = legend_columns(labels, figure.get_figwidth())
-    if not figure.get_suptitle():
+    has_title = bool(figure.get_suptitle())
+    if not has_title:
         add_row_above(figure, LEGEND_LINE_INCHES * -(-len(labels) // columns))
-    figure.legend(handles, labels, loc="upper right", ncols=columns)
+    place: Corner = "upper right" if has_title else "upper left"  # which phones show first
+    figure.legend(handles, labels, loc=place, ncols=columns)
 
 
 def add_row_above(figure: Figure, inches: float) -> None:

@@ -38,6 +38,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.dropout import _DropoutNd as DropoutNd
+from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes
 from torch.utils._pytree import (
@@ -167,6 +168,20 @@ def exchange_contents(a: Tensor, b: Tensor) -> None:
 
 # Returns a tensor of a subclass that has a shape, but no memory.
 new_wrapper: Callable[..., Any] = Tensor._make_wrapper_subclass
+# `__torch_function__` of a subclass that torch's functions take for any tensor.
+DISABLED_TORCH_FUNCTION: Any = torch._C._disabled_torch_function_impl
+
+
+def change_own_shape(func: Any, args: Any, kwargs: Any) -> None:
+    """Let a wrapper's shape and strides change as an operator in place says, with no memory."""
+    # As `return_and_correct_aliasing` of torch does it.
+    in_meta = torch._C._meta_in_tls_dispatch_include()
+    with no_dispatch(), torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.Meta, False):
+        torch._C._set_meta_in_tls_dispatch_include(True)
+        try:
+            func(*args, **kwargs)
+        finally:
+            torch._C._set_meta_in_tls_dispatch_include(in_meta)
 
 
 def new_fake(data: Tensor, device: torch.device, attributes: dict[str, Any]) -> FakeTensor:
@@ -189,6 +204,12 @@ FAKE_LOGGER = "torch._subclasses.fake_tensor"  # logs a traceback of what fake t
 
 
 # ---------------------------------------------------------------- operators
+
+
+def is_composite(func: Any) -> bool:
+    """Return whether torch computes an operator by others, also where autograd is off."""
+    key = torch._C.DispatchKey.CompositeImplicitAutograd
+    return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key)
 
 
 def schema_of(func: Any) -> Any:

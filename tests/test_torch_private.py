@@ -27,6 +27,7 @@ from credit_dp.torch_private import (
     AUTOCAST_WIDENS_RMS_NORM,
     BACKWARD_FRAME,
     CALL_ATTRIBUTE,
+    DISABLED_TORCH_FUNCTION,
     FAKE_IMPLEMENTATIONS,
     FAKE_LOGGER,
     LIKE_CONSTRUCTORS,
@@ -47,6 +48,7 @@ from credit_dp.torch_private import (
     backward_pass,
     buffers_of,
     call_with_hooks,
+    change_own_shape,
     check_convolution,
     children_of,
     compile_backward_without_autocast,
@@ -70,6 +72,7 @@ from credit_dp.torch_private import (
     has_old_backward_hooks,
     is_alias,
     is_compiler_imported,
+    is_composite,
     is_dispatch_mode_active,
     is_fake_mode_active,
     is_profiling,
@@ -289,6 +292,35 @@ def test_a_field_would_not_have_the_shape_of_the_globe():
     x = new_wrapper(Wrapper, [8, 4], dtype=local.dtype, device=local.device)
     assert (type(x), x.shape, x.dtype, x.device) == (Wrapper, (8, 4), local.dtype, local.device)
     assert torch.neg(x).tolist() == [7]
+
+
+class Negated(torch.Tensor):
+    """Holds a tensor, and changes its own shape as that one does."""
+
+    __torch_function__ = DISABLED_TORCH_FUNCTION
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        (x, *others) = args
+        if torch.Tag.inplace_view in func.tags:
+            func(x.local, *others)
+            change_own_shape(func, args, kwargs or {})
+            return x
+        return func(x.local, *others)
+
+
+def test_tensors_below_autograd_would_not_be_computed():
+    x = new_wrapper(Negated, [2, 3])
+    x.local = torch.arange(6.0).view(2, 3)
+    assert torch.neg(x).tolist() == [[0, -1, -2], [-3, -4, -5]]
+    x.t_()
+    assert (x.shape, x.stride()) == ((3, 2), (1, 3))
+    assert torch.neg(x).tolist() == [[0, -3], [-1, -4], [-2, -5]]
+
+
+def test_operators_would_be_computed_by_others_that_are_none():
+    assert is_composite(torch.ops.aten.matmul.default)
+    assert not is_composite(torch.ops.aten.mm.default)
 
 
 def test_a_plan_would_make_other_fake_tensors_than_torch():

@@ -1,0 +1,13 @@
+"""A tensor of the globe below autograd, beside the global view, whose place it is to take.
+
+No model computes on it yet, but in tests.
+
+| module | what it holds |
+|---|---|
+| `tensor` | `BandTensor`, how its rows are held, and the table of rules |
+| `strides` | the strides of one process |
+| `moving` | changes of layout, and copies that torch takes for views |
+| `rules` | rules of all other operators, and what runs whole |
+| `pointwise`, `views` | rules of families of operators |
+| `boundary` | where a model begins and ends |
+"""

@@ -1,0 +1,163 @@
+"""How a tensor of the globe changes its layout: rows are sent, cut, or summed up."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from itertools import pairwise
+from typing import Any
+
+from torch import Tensor
+
+from credit_dp.domain_parallel.band_tensor.tensor import (
+    PARTIAL,
+    WHOLE,
+    Band,
+    BandTensor,
+    Domain,
+    Rows,
+    write_count,
+)
+from credit_dp.domain_parallel.exchange import RowExchange, RowRange
+from credit_dp.domain_parallel.halo_exchange import return_gradients, start_fetching
+from credit_dp.domain_parallel.partition import RowPartition
+
+Required = tuple[tuple[RowRange, ...], ...]  # for each rank the rows that it needs
+
+
+@lru_cache(65536)
+def exchange_of(bounds: tuple[int, ...], required: Required, rank: int) -> RowExchange:
+    """Return the exchange of a rank."""
+    return RowExchange(RowPartition(bounds), required, rank)
+
+
+@lru_cache(4096)
+def all_rows(height: int, ranks: int) -> Required:
+    """Return that each rank needs all rows."""
+    return ((RowRange(0, height),),) * ranks
+
+
+@lru_cache(4096)
+def rows_of_bands(bounds: tuple[int, ...]) -> Required:
+    """Return that each rank needs the rows of its band."""
+    return tuple((RowRange(a, b),) for a, b in pairwise(bounds))
+
+
+def unfolded(x: Tensor, band: Band, rows: int) -> Tensor:
+    """Return a tensor with its rows in the dimension `band.dim`, apart from what is before them."""
+    if band.outer == 1:
+        return x
+    dim = x.ndim + band.dim
+    return x.reshape(*x.shape[:dim], band.outer, rows, *x.shape[dim + 1 :])
+
+
+def folded(x: Tensor, band: Band) -> Tensor:
+    """Undo `unfolded`."""
+    return x if band.outer == 1 else x.flatten(band.dim - 1, band.dim)
+
+
+def fetch(x: Tensor, band: Band, required: Required, domain: Domain) -> Tensor:
+    """Return the rows that this rank needs of a band's local tensor; a collective."""
+    exchange = exchange_of(band.bounds, required, domain.rank)
+    if exchange.is_identity:
+        return x
+    rows = unfolded(x, band, band.sizes(domain.rank))
+    return folded(start_fetching(rows, exchange, domain.transport, band.dim)(), band)
+
+
+def give_back(grad: Tensor, band: Band, required: Required, domain: Domain) -> Tensor:
+    """Return a band that gets the sum of what all ranks have for its rows: `fetch`'s adjoint."""
+    exchange = exchange_of(band.bounds, required, domain.rank)
+    if exchange.is_identity:
+        return grad
+    rows = unfolded(grad, band, exchange.length)
+    return folded(return_gradients(rows, exchange, domain.transport, band.dim), band)
+
+
+def whole(x: Any) -> Any:
+    """Return the globe's tensor; a collective if it is cut or partial. Others as they are."""
+    if type(x) is not BandTensor:
+        return x
+    refresh(x)
+    if x.rows is WHOLE:
+        return x.local
+    if x.rows is PARTIAL:
+        return x.domain.transport.all_reduce(x.local.contiguous())
+    assert isinstance(x.rows, Band)
+    return fetch(x.local, x.rows, all_rows(x.rows.height, x.domain.ranks), x.domain)
+
+
+def cut(x: Tensor, band: Band, rank: int) -> Tensor:
+    """Return this rank's rows of a globe's tensor; a view."""
+    a, b = band.bounds[rank], band.bounds[rank + 1]
+    rows = unfolded(x, band, band.height).narrow(band.dim, a, b - a)
+    return folded(rows, band)
+
+
+def with_rows(x: Any, rows: Rows, domain: Domain) -> Tensor:
+    """Return the local tensor of a value in another layout: bands or whole.
+
+    A tensor that broadcasts along the rows is not cut. A collective if rows have to be sent, which
+    layouts alone decide.
+    """
+    if type(x) is BandTensor:
+        refresh(x)
+        if x.rows == rows:
+            return x.local
+        have = x.rows
+        if isinstance(have, Band) and isinstance(rows, Band) and is_same_field(have, rows):
+            return fetch(x.local, have, rows_of_bands(rows.bounds), domain)
+    local: Tensor = whole(x)
+    if not isinstance(rows, Band) or broadcasts(local, rows):
+        return local
+    return cut(local, rows, domain.rank)
+
+
+def is_same_field(a: Band, b: Band) -> bool:
+    """Return whether two tensors have their rows in the same places, but for the bounds."""
+    return a[:2] == b[:2] and a.height == b.height
+
+
+def broadcasts(x: Tensor, band: Band) -> bool:
+    """Return whether a whole tensor has one entry for all rows."""
+    return x.ndim < -band.dim or (x.shape[band.dim] == 1 and band.size != 1)
+
+
+# ---------------------------------------------------------------- copies that torch takes for views
+
+
+def refresh(x: BandTensor) -> None:
+    """Compute a copy anew if its base was written: all views share torch's count of writes."""
+    if x.origin is None or x.is_inference() or x.seen_version == write_count(x):
+        return
+    base, func, args, kwargs, part = x.origin
+    new = BandTensor.__torch_dispatch__(func, (), (base, *args), kwargs)
+    if part is not None:
+        new = new[part]
+    x.local, x.rows, x.seen_version = new.local, new.rows, write_count(x)
+
+
+def write_back(x: BandTensor) -> None:
+    """Write what was written to a copy to its base, from which other views are computed anew."""
+    if x.origin is None:
+        return
+    base, func, args, kwargs, part = x.origin
+    x.seen_version = write_count(x) + 1  # torch counts the write after it
+    values = _values_of_copy(x)
+    target = whole(base).clone()
+    view = func(target, *args, **kwargs)
+    (view if part is None else view[part]).copy_(values)
+    refreshed = base.rows
+    if refreshed is PARTIAL:
+        base.rows = WHOLE
+        base.local.copy_(target)
+    else:
+        base.local.copy_(with_rows(target, refreshed, base.domain))
+    write_back(base)
+
+
+def _values_of_copy(x: BandTensor) -> Tensor:
+    origin, x.origin = x.origin, None
+    try:
+        return whole(x)  # type: ignore[no-any-return]
+    finally:
+        x.origin = origin

@@ -1,0 +1,142 @@
+"""Operators that compute each entry from the entries at the same place, and what is like them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from credit_dp.domain_parallel.band_tensor.moving import (
+    refresh,
+    whole,
+    with_rows,
+    write_back,
+)
+from credit_dp.domain_parallel.band_tensor.tensor import (
+    PARTIAL,
+    WHOLE,
+    Band,
+    BandTensor,
+    Domain,
+    Part,
+    Rows,
+    domain_of,
+    rule_for,
+)
+from credit_dp.torch_private import tree_leaves, tree_map
+
+aten = torch.ops.aten
+# Of partial tensors these are the sums of what they are of the parts.
+LINEAR = {aten.neg.default, torch.ops.aten._to_copy.default, aten.clone.default, aten.alias.default}
+PRODUCTS = {aten.mul.Tensor, aten.div.Tensor, aten.mul.Scalar, aten.div.Scalar}
+SUMS = {aten.add.Tensor, aten.sub.Tensor}
+
+
+def pointwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Compute each band by itself."""
+    tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+    domain = domain_of(tensors)
+    for x in tensors:
+        if type(x) is BandTensor:
+            refresh(x)
+    rows = PARTIAL if _is_partial(func, tensors, args) else common_rows(tensors, domain)
+    local = _locals((args, kwargs), rows, domain)
+    result = func(*local[0], **local[1])
+    if isinstance(result, tuple):
+        return tuple(Part(x, rows) for x in result)
+    return Part(result, rows)
+
+
+def _locals(values: Any, rows: Rows, domain: Domain) -> Any:
+    if rows is PARTIAL:
+        return tree_map(
+            lambda x: x.local if type(x) is BandTensor and x.rows is PARTIAL else whole(x), values
+        )
+    return tree_map(lambda x: with_rows(x, rows, domain) if isinstance(x, Tensor) else x, values)
+
+
+def _is_partial(func: Any, tensors: list[Tensor], args: tuple[Any, ...]) -> bool:
+    """Return whether an operator may compute each rank's part of a sum by itself."""
+    partial = [type(x) is BandTensor and x.rows is PARTIAL for x in tensors]
+    if not any(partial):
+        return False
+    if func in LINEAR or func in SUMS:
+        return all(partial) and len(tensors) == (2 if func in SUMS else 1)
+    if func not in PRODUCTS or not partial[0]:
+        return func is aten.mul.Tensor and sum(partial) == 1 and not has_bands(tensors)
+    return not any(partial[1:]) and not has_bands(tensors)
+
+
+def has_bands(tensors: list[Tensor]) -> bool:
+    """Return whether one of the tensors is cut."""
+    return any(type(x) is BandTensor and type(x.rows) is Band for x in tensors)
+
+
+def common_rows(tensors: list[Tensor], domain: Domain) -> Rows:
+    """Return in which bands tensors are combined that broadcast with each other."""
+    found: Band | None = None
+    for x in tensors:
+        if type(x) is not BandTensor or not isinstance(x.rows, Band):
+            continue
+        # A single row broadcasts along those of others, so that all ranks need it.
+        if x.rows.size == 1 and any(
+            y.ndim >= -x.rows.dim and y.shape[x.rows.dim] > 1 for y in tensors
+        ):
+            continue
+        # In the order of arguments: the first has its rows where the result has them.
+        found = found or x.rows
+    return WHOLE if found is None else found
+
+
+def pointwise_in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Write to each band by itself."""
+    from credit_dp.domain_parallel.band_tensor.rules import run_whole
+
+    x = kwargs["out"] if "out" in kwargs else args[0]
+    if type(x) is not BandTensor or "out" in kwargs:
+        return run_whole(func, args, kwargs)
+    refresh(x)
+    domain = x.domain
+    if x.rows is PARTIAL:
+        x.local, x.rows = whole(x), WHOLE
+    local_args, local_kwargs = _locals((args[1:], kwargs), x.rows, domain)
+    func(x.local, *local_args, **local_kwargs)
+    write_back(x)
+    return x
+
+
+@rule_for("clone", "_to_copy", "alias", "detach", "lift_fresh_copy")
+def copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Copy what a rank holds, or view it."""
+    x = args[0]
+    refresh(x)
+    return Part(func(x.local, **kwargs), x.rows)
+
+
+@rule_for("copy_")
+def copy_into(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Write a tensor to another one."""
+    return pointwise_in_place(func, args, kwargs)
+
+
+@rule_for("zeros_like", "ones_like", "full_like", "empty_like")
+def fill_like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return a new tensor in the same bands."""
+    x = args[0]
+    refresh(x)
+    return Part(func(x.local, *args[1:], **kwargs), WHOLE if x.rows is PARTIAL else x.rows)
+
+
+@rule_for("fill_", "zero_")
+def fill(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Fill each band."""
+    return pointwise_in_place(func, args, kwargs)
+
+
+@rule_for("_conj", "_neg_view")
+def conjugate(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return a copy: torch would only note it, above the level of these tensors."""
+    x = args[0]
+    refresh(x)
+    return Part(func(x.local).resolve_conj().resolve_neg(), x.rows, is_copy=True)

@@ -1,0 +1,299 @@
+"""BandTensor: a tensor of the globe, of which each rank holds a band of rows.
+
+It is a subclass below autograd: torch computes gradients, views, hooks and checkpoints as for any
+tensor of the globe's shape, and calls `__torch_dispatch__` for each operator that remains. What
+`local` is to the globe's tensor is said by `rows`:
+
+- a `Band`: this rank's rows of it,
+- `WHOLE`: all of it, the same on each rank,
+- `PARTIAL`: a part of it, the sum of all ranks' parts.
+
+A gradient denotes the globe's gradient in the same way. A tensor of torch's own in a call, as a
+parameter, is whole.
+
+The rules in `RULES` compute operators on local tensors; one that has none gathers the rows, see
+`whole_calls`. All ranks see the same shapes, strides and layouts, and so make the same calls.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from enum import Enum
+from typing import Any, ClassVar, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from credit_dp.domain_parallel.band_tensor.strides import in_order, result_strides
+from credit_dp.domain_parallel.manager import DomainParallelManager
+from credit_dp.torch_private import (
+    DISABLED_TORCH_FUNCTION,
+    new_wrapper,
+    schema_of,
+    tree_leaves,
+    version_of,
+)
+
+
+class Band(NamedTuple):
+    """Rows are cut: dimension `dim` is (outer, rows), and a rank has some of the rows.
+
+    Attributes:
+        dim: the dimension, from the end: negative.
+        outer: entries that are folded before the rows, as a batch is.
+        bounds: rank r has the rows `bounds[r]` to `bounds[r + 1] - 1`; none is possible.
+    """
+
+    dim: int
+    outer: int
+    bounds: tuple[int, ...]
+
+    @property
+    def height(self) -> int:
+        """Return the number of rows of the globe."""
+        return self.bounds[-1]
+
+    @property
+    def size(self) -> int:
+        """Return the globe's size of the dimension."""
+        return self.outer * self.bounds[-1]
+
+    def sizes(self, rank: int) -> int:
+        """Return the number of rows of a rank."""
+        return self.bounds[rank + 1] - self.bounds[rank]
+
+
+class Held(Enum):
+    """What every rank holds that has no rows of its own."""
+
+    WHOLE = "whole"
+    PARTIAL = "partial"
+
+
+WHOLE: Literal[Held.WHOLE] = Held.WHOLE
+PARTIAL: Literal[Held.PARTIAL] = Held.PARTIAL
+Rows = Band | Held
+
+
+class Domain:
+    """The ranks that share a globe, as the tensors of one model see them.
+
+    Attributes:
+        whole_calls: how often each operator gathered bands and ran whole.
+    """
+
+    def __init__(self, manager: DomainParallelManager) -> None:
+        self.manager = manager
+        self.transport = manager.transport
+        self.rank = manager.domain_rank
+        self.ranks = manager.domain_parallel_size
+        self.whole_calls: Counter[str] = Counter()
+
+    def bounds(self, height: int) -> tuple[int, ...]:
+        """Return the bands of a height."""
+        return self.manager.partition(height).bounds
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Domain:
+        return self
+
+
+class Part(NamedTuple):
+    """A rule's result: what this rank holds of a tensor of the globe.
+
+    Attributes:
+        is_copy: whether it is a copy though torch takes it for a view of the first argument.
+    """
+
+    local: Tensor
+    rows: Rows
+    is_copy: bool = False
+
+
+class ViewOrigin(NamedTuple):
+    """How a tensor came from another one that it is a view of, but does not share memory with."""
+
+    base: BandTensor
+    func: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    part: int | None  # the index of a function's result, if it returns several
+
+
+DATA: Any = Tensor.data
+
+
+class BandTensor(Tensor):
+    """A tensor of the globe's shape, of which this rank holds `local`.
+
+    Attributes:
+        local: what this rank holds.
+        rows: what that is of the globe's tensor.
+        domain: the ranks.
+        origin: of a copy that torch takes for a view: it is computed anew if its base was written.
+        seen_version: up to which write of its base a copy is up to date.
+    """
+
+    local: Tensor
+    rows: Rows
+    domain: Domain
+    origin: ViewOrigin | None
+    seen_version: int
+    # The rule of an operator that has none of its own; set by `rules`, which needs this class.
+    find_rule: ClassVar[Callable[[Any], Rule]]
+
+    __torch_function__ = DISABLED_TORCH_FUNCTION
+
+    @staticmethod
+    def __new__(
+        cls,
+        local: Tensor,
+        rows: Rows,
+        domain: Domain,
+        strides: Sequence[int] | None = None,
+        offset: int = 0,
+    ) -> BandTensor:
+        """Return a tensor of the globe.
+
+        Args:
+            local: what this rank holds of it.
+            rows: what that is.
+            domain: their ranks.
+            strides: the globe's; None if it is contiguous.
+            offset: the globe's, of a view.
+        """
+        shape: Sequence[int] = local.shape
+        if isinstance(rows, Band):
+            shape = list(shape)
+            shape[rows.dim] = rows.size
+        # In inference mode torch would give views of other tensors no counter of writes.
+        with torch.inference_mode(False):
+            x: BandTensor = new_wrapper(
+                cls,
+                shape,
+                strides,
+                None if strides is None else offset,
+                dtype=local.dtype,
+                device=local.device,
+            )
+        x.local, x.rows, x.domain = local, rows, domain
+        x.origin, x.seen_version = None, 0
+        return x
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Compute an operator by its rule."""
+        kwargs = kwargs or {}
+        rule = RULES.get(func)
+        if rule is None:
+            rule = RULES[func] = cls.find_rule(func)
+        return wrap(func, args, kwargs, rule(func, args, kwargs))
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"BandTensor({tuple(self.shape)}, {self.rows}, local={tuple(self.local.shape)})"
+
+    @property
+    def data(self) -> Tensor:
+        """Return the tensor without its history."""
+        data: Tensor = DATA.__get__(self)
+        return data
+
+    @data.setter
+    def data(self, x: Tensor) -> None:
+        # torch would change what the wrapper says, not what it holds.
+        DATA.__set__(self, x)
+        assert isinstance(x, BandTensor)
+        self.local, self.rows, self.origin = x.local, x.rows, None
+
+    # What reads memory past the dispatcher.
+    def numpy(self, *, force: bool = False) -> Any:
+        """Return the values of the globe; a collective."""
+        return self._values().numpy(force=force)
+
+    def tolist(self) -> Any:
+        """Return the values of the globe; a collective."""
+        return self._values().tolist()
+
+    def __array__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._values().__array__(*args, **kwargs)  # type: ignore[no-untyped-call]
+
+    def _values(self) -> Tensor:
+        from credit_dp.domain_parallel.band_tensor.moving import whole
+
+        values: Tensor = whole(self.detach())
+        return values
+
+
+Rule = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+RULES: dict[Any, Rule] = {}
+
+
+def rule_for(*names: str) -> Callable[[Rule], Rule]:
+    """Register a rule for aten operators, by name: `name.overload`, or `name` for all of them."""
+
+    def register(rule: Rule) -> Rule:
+        for name in names:
+            packet_name, _, overload = name.partition(".")
+            packet = getattr(torch.ops.aten, packet_name)
+            for each in [overload] if overload else packet.overloads():
+                RULES[getattr(packet, each)] = rule
+        return rule
+
+    return register
+
+
+def is_band(x: Any) -> bool:
+    """Return whether a value is a tensor whose rows are cut."""
+    return type(x) is BandTensor and type(x.rows) is Band
+
+
+def domain_of(values: Any) -> Domain:
+    """Return the domain of the first tensor of the globe among arguments."""
+    return next(x.domain for x in tree_leaves(values) if type(x) is BandTensor)
+
+
+def wrap(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
+    """Return what a rule returned as tensors of the globe, with the strides of one process."""
+    is_one = isinstance(result, Part)
+    parts = [result] if is_one else result
+    if not isinstance(parts, list | tuple) or not any(isinstance(x, Part) for x in parts):
+        return result
+    domain = domain_of((args, kwargs))
+    wrapped = []
+    for index, (part, like) in enumerate(
+        zip(parts, result_strides(func, args, kwargs), strict=True)
+    ):
+        if not isinstance(part, Part):
+            wrapped.append(part)
+            continue
+        x = BandTensor(part.local, part.rows, domain, *like)
+        if returns_view(func):
+            if part.is_copy or (type(args[0]) is BandTensor and args[0].origin is not None):
+                place = None if is_one else index
+                x.origin = ViewOrigin(args[0], func, args[1:], kwargs, place)
+                x.seen_version = write_count(args[0])
+        else:
+            x.local = in_order(part.local, like[0], x.is_contiguous())
+        wrapped.append(x)
+    if is_one:
+        return wrapped[0]
+    return wrapped if isinstance(result, list) else tuple(wrapped)
+
+
+_returns_view: dict[Any, bool] = {}
+
+
+def returns_view(func: Any) -> bool:
+    """Return whether an operator's results are views of an argument."""
+    found = _returns_view.get(func)
+    if found is None:
+        found = any(r.alias_info and not r.alias_info.is_write for r in schema_of(func).returns)
+        _returns_view[func] = found
+    return found
+
+
+def write_count(x: Tensor) -> int:
+    """Return how often a tensor or a view of it was written to; torch counts none for inference."""
+    return -1 if x.is_inference() else version_of(x)

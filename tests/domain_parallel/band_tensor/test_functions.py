@@ -1,0 +1,44 @@
+"""The functions of the view's tables on tensors of the globe: outputs and gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import pytest
+from torch import nn
+
+from credit_dp.domain_parallel import DomainParallelManager
+from credit_dp.domain_parallel.band_tensor.boundary import attach
+from tests.domain_parallel.view import functions
+from tests.domain_parallel.view.function_tables import FAMILIES, MIXTURES, RUN_WHOLE, SLICES
+
+# Of torch on GPUs, where recurrent layers get copies of their weights.
+pytestmark = pytest.mark.filterwarnings("ignore:RNN module weights")
+
+
+def compute_below_autograd(
+    model: nn.Module, manager: DomainParallelManager, shapes: Sequence[tuple[int, ...]]
+) -> Mapping[str, int]:
+    return attach(model, manager, shapes).whole_calls
+
+
+@pytest.fixture(autouse=True)
+def below_autograd(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(functions, "compute_on_bands", compute_below_autograd)
+
+
+def test_some_of_each_kind() -> None:
+    few = {name: MIXTURES[name] for name in ("group norm", "einsum", "losses", "gru")}
+    functions.check_table(few, 3, whole=None)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_functions_equal_those_of_the_globe(family: str) -> None:
+    functions.check_table(FAMILIES[family], 3, whole=None)
+
+
+@pytest.mark.slow
+def test_slices_of_few_rows_and_what_has_no_rule() -> None:
+    functions.check_table(SLICES, 4, whole=None)
+    functions.check_table(RUN_WHOLE, 2, whole=None)

@@ -1,0 +1,116 @@
+"""Tensors of the globe have the strides of one process, whatever bands ranks have of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from credit_dp.domain_parallel import DomainParallelManager
+from credit_dp.domain_parallel.band_tensor.boundary import Enter
+from credit_dp.domain_parallel.band_tensor.moving import cut, whole
+from credit_dp.domain_parallel.band_tensor.tensor import Band, Domain
+from tests.ranks import on_threads
+from tests.tables import entry
+
+Results = list[Tensor]
+# Even, with a band of one row, and with bands that are empty.
+BOUNDS = [(0, 5, 9, 12), (0, 1, 11, 12), (0, 0, 12, 12), (0, 12, 12, 12)]
+
+
+def permuted(x: Tensor) -> Results:
+    last = x.permute(0, 2, 3, 1)
+    tokens = last.relu().flatten(1, 2)
+    return [last, last + 1, tokens, tokens.transpose(1, 2).reshape(x.shape), last.clone()]
+
+
+def of_one_row(x: Tensor) -> Results:
+    row = x[:, :, 3:4]
+    return [row, row.permute(2, 0, 1, 3).reshape(-1), row.squeeze(2), (row * 2).mT.flatten()]
+
+
+def parts(x: Tensor) -> Results:
+    north, south = x.split([7, 5], 2)
+    cells = x.unflatten(2, (4, 3)).unflatten(4, (2, 3))
+    return [north, south.flatten(), cells, cells.permute(0, 2, 4, 3, 5, 1).flatten(0, 2)]
+
+
+def channels_last(x: Tensor) -> Results:
+    y = x.to(memory_format=torch.channels_last)
+    return [y, y * 2, F.avg_pool2d(y, 2), F.group_norm(y, 2), y.flatten(2), y.reshape(2, -1)]
+
+
+def convolved(x: Tensor) -> Results:
+    weight = torch.ones(4, 4, 3, 3, dtype=x.dtype)
+    y = F.conv2d(x.to(memory_format=torch.channels_last), weight, padding=1)
+    return [y, F.silu(y), F.conv2d(x, weight), y.flatten(1, 2)]
+
+
+def repeated(x: Tensor) -> Results:
+    y = x[:, :1].expand(-1, 3, -1, -1)
+    return [y, y + 0, y.reshape(2, -1), x.mean(2, keepdim=True).expand_as(x)]
+
+
+def products(x: Tensor) -> Results:
+    return [x @ x.mT, x.mT.matmul(x), F.linear(x.mT, torch.ones(5, 12, dtype=x.dtype)), x.sum(2)]
+
+
+def others(x: Tensor) -> Results:
+    values, places = x.sort(2)
+    sums = x.cumsum(2)
+    turned = x.mT.cumsum(1)
+    return [
+        *(values, places, sums.flatten(1, 2), turned, turned.mT.flatten(2)),
+        *(torch.fft.rfft2(x), torch.stack([x, x], 3), x.roll(1, 2)),
+    ]
+
+
+PROGRAMS = (permuted, of_one_row, parts, channels_last, convolved, repeated, products, others)
+
+
+def described(results: Results) -> list[tuple[tuple[int, ...], int, bool]]:
+    """Return strides, offset, and whether a write would be seen by others."""
+    return [(y.stride(), int(y.storage_offset()), y._is_view()) for y in results]
+
+
+def on_rank(
+    manager: DomainParallelManager,
+    program: Callable[[Tensor], Results],
+    x: Tensor,
+    bounds: tuple[int, ...],
+) -> tuple[list[tuple[tuple[int, ...], int, bool]], Results]:
+    band, domain = Band(-2, 1, bounds), Domain(manager)
+    local = cut(x, band, domain.rank).clone()
+    results = program(Enter.apply(local, band, domain))  # type: ignore[no-untyped-call]
+    return described(results), [whole(y).detach() for y in results]
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_strides_are_those_of_one_process(program: Callable[[Tensor], Results]) -> None:
+    x = torch.randn(2, 4, 12, 6, dtype=torch.float64, generator=torch.manual_seed(0))
+    expected = program(x)
+    for bounds in BOUNDS:
+        with entry(str(bounds)):
+            for strides, values in on_threads(3, on_rank, program, x, bounds):
+                assert strides == described(expected)
+                for value, wanted in zip(values, expected, strict=True):
+                    assert value.shape == wanted.shape
+                    torch.testing.assert_close(value, wanted, rtol=1e-12, atol=1e-12)
+
+
+def written(x: Tensor) -> Results:
+    """Write to what torch takes for a view, and to what it takes for a copy."""
+    x = x * 1
+    by_rows = x.permute(0, 2, 1, 3)
+    for y in (by_rows.reshape(2, 12, -1), by_rows.reshape(2, 3, 4, 4, 6), x.mT.reshape(2, 4, 72)):
+        y.add_(1.0)
+        y.flatten()[3:40:2] *= 2.0
+    x[:, :, ::5].mul_(3.0)
+    return [x]
+
+
+def test_writes_reach_the_tensors_that_they_reach_on_one_process() -> None:
+    test_strides_are_those_of_one_process(written)

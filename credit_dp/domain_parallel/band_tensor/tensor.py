@@ -1,8 +1,8 @@
 """BandTensor: a tensor of the globe, of which each rank holds a band of rows.
 
 It is a subclass below autograd: torch computes gradients, views, hooks and checkpoints as for any
-tensor of the globe's shape, and calls `__torch_dispatch__` for each operator that remains. What
-`local` is to the globe's tensor is said by `rows`:
+tensor of the globe's shape, and calls `__torch_dispatch__` for each operator that remains. `rows`
+says what part of the globe's tensor `local` is:
 
 - a `Band`: this rank's rows of it,
 - `WHOLE`: all of it, the same on each rank,

@@ -20,6 +20,7 @@ from credit_dp.domain_parallel.band_tensor.tensor import (
     Rows,
 )
 from credit_dp.domain_parallel.manager import DomainParallelManager
+from credit_dp.domain_parallel.partition import FIELD_DIMS, ROW_DIM
 from credit_dp.torch_private import tree_map
 
 
@@ -47,10 +48,11 @@ class Leave(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, rows: Rows, domain: Domain) -> Tensor:
-        """Return the local tensor, with memory of its own: hooks and writes see it alone."""
+        """Return the local tensor in memory of its own: the model may have saved what it holds."""
         ctx.rows, ctx.domain = rows, domain
         local = with_rows(x, rows, domain)
-        return local.view_as(local)
+        is_shared = local is x or (type(x) is BandTensor and local is x.local)
+        return local.clone() if is_shared else local
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
@@ -90,8 +92,8 @@ def leave(x: Any, domain: Domain) -> Any:
     if not isinstance(x, Tensor):
         return x
     rows: Rows = WHOLE
-    if x.ndim >= 3 and x.shape[-2] >= domain.ranks:
-        rows = Band(-2, 1, domain.bounds(x.shape[-2]))
+    if x.ndim >= FIELD_DIMS and x.shape[ROW_DIM] >= domain.ranks:
+        rows = Band(ROW_DIM, 1, domain.bounds(x.shape[ROW_DIM]))
     return Leave.apply(x, rows, domain)  # type: ignore[no-untyped-call]
 
 
@@ -123,9 +125,9 @@ def attach(
             return x
         rows: Rows = WHOLE
         for shape in shapes:
-            partition = manager.partition(shape[-2])
-            if x.ndim == len(shape) and x.shape[-2] == partition.sizes[domain.rank]:
-                rows = Band(-2, 1, partition.bounds)
+            partition = manager.partition(shape[ROW_DIM])
+            if x.ndim == len(shape) and x.shape[ROW_DIM] == partition.sizes[domain.rank]:
+                rows = Band(ROW_DIM, 1, partition.bounds)
         return Enter.apply(x, rows, domain)  # type: ignore[no-untyped-call]
 
     def before(module: nn.Module, args: Any, kwargs: Any) -> Any:

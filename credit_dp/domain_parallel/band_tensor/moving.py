@@ -146,13 +146,18 @@ def write_back(x: BandTensor) -> None:
     target = whole(base).clone()
     view = func(target, *args, **kwargs)
     (view if part is None else view[part]).copy_(values)
-    refreshed = base.rows
-    if refreshed is PARTIAL:
-        base.rows = WHOLE
-        base.local.copy_(target)
+    put(base, target)
+
+
+def put(x: BandTensor, values: Tensor) -> None:
+    """Write the globe's values to a tensor, in its layout and its memory, which views share."""
+    if x.rows is not PARTIAL:
+        x.local.copy_(with_rows(values, x.rows, x.domain))
+    elif x.domain.rank == 0:  # the sum of the ranks' parts
+        x.local.copy_(values)
     else:
-        base.local.copy_(with_rows(target, refreshed, base.domain))
-    write_back(base)
+        x.local.zero_()
+    write_back(x)
 
 
 def _values_of_copy(x: BandTensor) -> Tensor:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from credit_dp.domain_parallel.band_tensor.moving import (
+    put,
     refresh,
     whole,
     with_rows,
@@ -27,8 +28,7 @@ from credit_dp.domain_parallel.band_tensor.tensor import (
 from credit_dp.torch_private import tree_leaves, tree_map
 
 aten = torch.ops.aten
-# Of partial tensors these are the sums of what they are of the parts.
-LINEAR = {aten.neg.default, torch.ops.aten._to_copy.default, aten.clone.default, aten.alias.default}
+# Of sums of ranks' parts these are the sums of what they are of the parts.
 PRODUCTS = {aten.mul.Tensor, aten.div.Tensor, aten.mul.Scalar, aten.div.Scalar}
 SUMS = {aten.add.Tensor, aten.sub.Tensor}
 
@@ -40,7 +40,7 @@ def pointwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     for x in tensors:
         if type(x) is BandTensor:
             refresh(x)
-    rows = PARTIAL if _is_partial(func, tensors, args) else common_rows(tensors, domain)
+    rows = PARTIAL if _is_partial(func, tensors) else common_rows(tensors)
     local = _locals((args, kwargs), rows, domain)
     result = func(*local[0], **local[1])
     if isinstance(result, tuple):
@@ -56,24 +56,20 @@ def _locals(values: Any, rows: Rows, domain: Domain) -> Any:
     return tree_map(lambda x: with_rows(x, rows, domain) if isinstance(x, Tensor) else x, values)
 
 
-def _is_partial(func: Any, tensors: list[Tensor], args: tuple[Any, ...]) -> bool:
-    """Return whether an operator may compute each rank's part of a sum by itself."""
+def _is_partial(func: Any, tensors: list[Tensor]) -> bool:
+    """Return whether each rank may compute its part of a sum by itself."""
     partial = [type(x) is BandTensor and x.rows is PARTIAL for x in tensors]
-    if not any(partial):
-        return False
-    if func in LINEAR or func in SUMS:
-        return all(partial) and len(tensors) == (2 if func in SUMS else 1)
-    if func not in PRODUCTS or not partial[0]:
-        return func is aten.mul.Tensor and sum(partial) == 1 and not has_bands(tensors)
-    return not any(partial[1:]) and not has_bands(tensors)
+    if func is aten.neg.default:
+        return partial[0]
+    if func in SUMS:
+        return all(partial) and len(tensors) == 2
+    if func in PRODUCTS:  # with what every rank has: no sum is divided by another or by rows
+        has_bands = any(type(x) is BandTensor and type(x.rows) is Band for x in tensors)
+        return sum(partial) == 1 and not has_bands and (partial[0] or func is aten.mul.Tensor)
+    return False
 
 
-def has_bands(tensors: list[Tensor]) -> bool:
-    """Return whether one of the tensors is cut."""
-    return any(type(x) is BandTensor and type(x.rows) is Band for x in tensors)
-
-
-def common_rows(tensors: list[Tensor], domain: Domain) -> Rows:
+def common_rows(tensors: list[Tensor]) -> Rows:
     """Return in which bands tensors are combined that broadcast with each other."""
     found: Band | None = None
     for x in tensors:
@@ -97,13 +93,19 @@ def pointwise_in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
     if type(x) is not BandTensor or "out" in kwargs:
         return run_whole(func, args, kwargs)
     refresh(x)
-    domain = x.domain
-    if x.rows is PARTIAL:
-        x.local, x.rows = whole(x), WHOLE
-    local_args, local_kwargs = _locals((args[1:], kwargs), x.rows, domain)
-    func(x.local, *local_args, **local_kwargs)
-    write_back(x)
+    is_partial = x.rows is PARTIAL
+    rows = WHOLE if is_partial else x.rows
+    local_args, local_kwargs = _locals((args[1:], kwargs), rows, x.domain)
+    local = whole(x) if is_partial else x.local
+    func(local, *local_args, **local_kwargs)
+    if is_partial:
+        put(x, local)
+    else:
+        write_back(x)
     return x
+
+
+rule_for("copy_", "fill_", "zero_")(pointwise_in_place)
 
 
 @rule_for("clone", "_to_copy", "alias", "detach", "lift_fresh_copy")
@@ -111,13 +113,9 @@ def copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Copy what a rank holds, or view it."""
     x = args[0]
     refresh(x)
+    if x.rows is PARTIAL and kwargs.get("dtype"):  # integers of parts add up to others
+        return Part(func(whole(x), **kwargs), WHOLE)
     return Part(func(x.local, **kwargs), x.rows)
-
-
-@rule_for("copy_")
-def copy_into(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Write a tensor to another one."""
-    return pointwise_in_place(func, args, kwargs)
 
 
 @rule_for("zeros_like", "ones_like", "full_like", "empty_like")
@@ -126,12 +124,6 @@ def fill_like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     x = args[0]
     refresh(x)
     return Part(func(x.local, *args[1:], **kwargs), WHOLE if x.rows is PARTIAL else x.rows)
-
-
-@rule_for("fill_", "zero_")
-def fill(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Fill each band."""
-    return pointwise_in_place(func, args, kwargs)
 
 
 @rule_for("_conj", "_neg_view")

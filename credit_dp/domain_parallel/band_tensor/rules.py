@@ -8,14 +8,12 @@ import torch
 
 from credit_dp.domain_parallel.band_tensor.moving import (
     cut,
+    put,
     whole,
-    write_back,
 )
 from credit_dp.domain_parallel.band_tensor.pointwise import pointwise, pointwise_in_place
 from credit_dp.domain_parallel.band_tensor.tensor import (
-    PARTIAL,
     WHOLE,
-    Band,
     BandTensor,
     Domain,
     Part,
@@ -111,14 +109,6 @@ def _write_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], domai
     if isinstance(results, list | tuple):
         return tuple(wrappers.get(id(y), y) for y in results)
     return wrappers.get(id(results), results)
-
-
-def put(x: BandTensor, values: torch.Tensor) -> None:
-    """Write the globe's values to a tensor."""
-    if x.rows is PARTIAL:  # no gradient is cut for the write
-        x.rows = WHOLE
-    x.local.copy_(cut(values, x.rows, x.domain.rank) if isinstance(x.rows, Band) else values)
-    write_back(x)
 
 
 def change_shape_in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

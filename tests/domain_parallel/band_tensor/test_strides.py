@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from credit_dp.domain_parallel import DomainParallelManager
-from credit_dp.domain_parallel.band_tensor.boundary import Enter
+from credit_dp.domain_parallel.band_tensor.boundary import Enter, Leave
 from credit_dp.domain_parallel.band_tensor.moving import cut, whole
-from credit_dp.domain_parallel.band_tensor.tensor import Band, Domain
+from credit_dp.domain_parallel.band_tensor.tensor import PARTIAL, Band, BandTensor, Domain
 from tests.ranks import on_threads
 from tests.tables import entry
 
@@ -114,3 +114,45 @@ def written(x: Tensor) -> Results:
 
 def test_writes_reach_the_tensors_that_they_reach_on_one_process() -> None:
     test_strides_are_those_of_one_process(written)
+
+
+def written_gradient(grad: Tensor) -> Results:
+    """What a hook may do with a gradient: read and write it, and views of it."""
+    half = grad / 2 + grad.neg()
+    row = half[1]
+    row.exp_()
+    half.flatten()[3:9:2] *= grad.flatten()[0]
+    half.T.clamp_(max=1.5)
+    return [half, row, grad.long(), grad * grad, grad / grad, 2 / grad]
+
+
+def of_parts(manager: DomainParallelManager, parts: Tensor) -> Results:
+    domain = Domain(manager)
+    grad = BandTensor(parts[domain.rank].clone(), PARTIAL, domain)
+    with torch.no_grad():
+        return [whole(y) for y in written_gradient(grad)]
+
+
+def test_sums_of_parts_are_written_and_read_as_on_one_process() -> None:
+    parts = torch.randn(3, 4, 6, dtype=torch.float64, generator=torch.manual_seed(0)) * 3
+    for found in on_threads(3, of_parts, parts):
+        for value, wanted in zip(found, written_gradient(parts.sum(0)), strict=True):
+            torch.testing.assert_close(value, wanted, rtol=1e-11, atol=1e-12)
+
+
+def outputs_changed(
+    manager: DomainParallelManager, x: Tensor, bounds: tuple[int, ...]
+) -> Tensor | None:
+    band, domain = Band(-2, 1, bounds), Domain(manager)
+    local = cut(x, band, domain.rank).clone().requires_grad_()
+    y = Enter.apply(local, band, domain).sigmoid()  # type: ignore[no-untyped-call]
+    Leave.apply(y, band, domain).mul_(3.0).sum().backward()  # type: ignore[no-untyped-call]
+    return local.grad
+
+
+def test_outputs_may_be_changed_though_the_model_has_saved_them() -> None:
+    x = torch.randn(2, 4, 12, 6, dtype=torch.float64, generator=torch.manual_seed(0))
+    x.requires_grad_()
+    (x.sigmoid() * 3.0).sum().backward()
+    found = on_threads(3, outputs_changed, x.detach(), BOUNDS[0])
+    torch.testing.assert_close(torch.cat(found, -2), x.grad, rtol=1e-12, atol=1e-12)

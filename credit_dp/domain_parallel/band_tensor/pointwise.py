@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from credit_dp.domain_parallel.band_tensor.moving import (
+    broadcasts,
     put,
     refresh,
     whole,
@@ -24,8 +25,8 @@ from credit_dp.domain_parallel.band_tensor.tensor import (
     Rows,
     domain_of,
     rule_for,
+    tensors_in,
 )
-from credit_dp.torch_private import tree_leaves, tree_map
 
 aten = torch.ops.aten
 # Of sums of ranks' parts these are the sums of what they are of the parts.
@@ -35,25 +36,55 @@ SUMS = {aten.add.Tensor, aten.sub.Tensor}
 
 def pointwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Compute each band by itself."""
-    tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-    domain = domain_of(tensors)
-    for x in tensors:
-        if type(x) is BandTensor:
-            refresh(x)
-    rows = PARTIAL if _is_partial(func, tensors) else common_rows(tensors)
-    local = _locals((args, kwargs), rows, domain)
-    result = func(*local[0], **local[1])
+    rows = rows_of_all(args) if not kwargs else None
+    if rows is None:  # operands are held in several ways
+        tensors = list(tensors_in((args, kwargs)))
+        for x in tensors:
+            if type(x) is BandTensor:
+                refresh(x)
+        rows = PARTIAL if _is_partial(func, tensors) else common_rows(tensors)
+    domain = domain_of((args, kwargs))
+    local = [_local(x, rows, domain) for x in args]
+    result = func(*local, **{name: _local(x, rows, domain) for name, x in kwargs.items()})
     if isinstance(result, tuple):
-        return tuple(Part(x, rows) for x in result)
+        return tuple([Part(x, rows) for x in result])
     return Part(result, rows)
 
 
-def _locals(values: Any, rows: Rows, domain: Domain) -> Any:
-    if rows is PARTIAL:
-        return tree_map(
-            lambda x: x.local if type(x) is BandTensor and x.rows is PARTIAL else whole(x), values
-        )
-    return tree_map(lambda x: with_rows(x, rows, domain) if isinstance(x, Tensor) else x, values)
+def rows_of_all(args: tuple[Any, ...]) -> Rows | None:
+    """Return how all fields among operands are held; None if in several ways, or as parts of sums.
+
+    What is no field has to have one entry for all rows.
+    """
+    rows: Rows | None = None
+    for x in args:
+        if type(x) is BandTensor:
+            if x.origin is not None:
+                refresh(x)
+            if rows is None:
+                rows = x.rows
+            elif x.rows is not rows:
+                return None
+        elif isinstance(x, list | tuple):
+            return None
+    if rows is PARTIAL or rows is None:
+        return None
+    for x in args:
+        if isinstance(x, Tensor) and type(x) is not BandTensor and rows is not WHOLE:
+            assert isinstance(rows, Band)
+            if not broadcasts(x, rows):
+                return None
+    return rows
+
+
+def _local(x: Any, rows: Rows, domain: Domain) -> Any:
+    if type(x) is BandTensor and x.rows is rows:
+        return x.local
+    if isinstance(x, Tensor):
+        if rows is PARTIAL:
+            return x.local if type(x) is BandTensor and x.rows is PARTIAL else whole(x)
+        return with_rows(x, rows, domain)
+    return [_local(each, rows, domain) for each in x] if isinstance(x, list | tuple) else x
 
 
 def _is_partial(func: Any, tensors: list[Tensor]) -> bool:
@@ -95,9 +126,12 @@ def pointwise_in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
     refresh(x)
     is_partial = x.rows is PARTIAL
     rows = WHOLE if is_partial else x.rows
-    local_args, local_kwargs = _locals((args[1:], kwargs), rows, x.domain)
     local = whole(x) if is_partial else x.local
-    func(local, *local_args, **local_kwargs)
+    func(
+        local,
+        *[_local(each, rows, x.domain) for each in args[1:]],
+        **{name: _local(each, rows, x.domain) for name, each in kwargs.items()},
+    )
     if is_partial:
         put(x, local)
     else:

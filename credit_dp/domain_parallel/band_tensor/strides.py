@@ -9,24 +9,38 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, final
 
 import torch
 from torch import Tensor
 
 from credit_dp.torch_private import FakeTensorMode, disable_current_modes
 
-Strides = tuple[int, ...]
+NUMBERS = (int, float, complex, bool)
+PLAIN = object()  # instead of what a tensor of the globe keeps
 
 
-class Described(NamedTuple):
-    """What a tensor is, without its data: the part of a call that decides on strides."""
+@final
+class Described:
+    """What a tensor is, without its data: the part of a call that decides on strides.
 
-    shape: tuple[int, ...]
-    strides: Strides
-    offset: int
-    dtype: torch.dtype
-    device: torch.device
+    There is one object of each kind of tensors, so that it may be a key by its identity.
+
+    Attributes:
+        shape, strides, offset, dtype, device: torch's.
+        order: its dimensions from that with the largest stride on, and the order that undoes this;
+            None if it is contiguous.
+    """
+
+    __slots__ = ("device", "dtype", "offset", "order", "shape", "strides")
+
+    def __init__(self, x: Tensor) -> None:
+        self.shape, self.strides, self.offset = tuple(x.shape), x.stride(), int(x.storage_offset())
+        self.dtype, self.device = x.dtype, x.device
+        self.order = None
+        if not x.is_contiguous():
+            order = sorted(range(x.ndim), key=lambda d: -self.strides[d])
+            self.order = order, sorted(range(x.ndim), key=lambda d: order[d])
 
     def empty(self) -> Tensor:
         """Return such a tensor."""
@@ -36,19 +50,48 @@ class Described(NamedTuple):
         memory = torch.empty(size, dtype=self.dtype, device=self.device)
         return memory.as_strided(self.shape, self.strides, 0 if size == 0 else self.offset)
 
+    def in_order(self, local: Tensor) -> Tensor:
+        """Return a tensor whose dimensions are in memory in the order of the globe's strides.
+
+        A view of the globe's tensor then has one of the same function here.
+        """
+        if self.order is None:
+            return local if local.is_contiguous() else local.contiguous()
+        order, back = self.order
+        ordered = local.permute(order)
+        return local if ordered.is_contiguous() else ordered.contiguous().permute(back)
+
+
+_known: dict[Any, Described] = {}
+
+
+def described(x: Tensor) -> Described:
+    """Return the description of a tensor, which others like it share."""
+    key = (x.shape, x.stride(), x.storage_offset(), x.dtype, x.device)
+    found = _known.get(key)
+    if found is None:
+        found = _known.setdefault(key, Described(x))  # threads that are ranks share it, too
+    return found
+
 
 def describe(x: Any) -> Any:
     """Return what decides on strides of an argument, as a key: of lists that of each entry."""
     if isinstance(x, Tensor):
-        return Described(tuple(x.shape), x.stride(), int(x.storage_offset()), x.dtype, x.device)
+        known: Any = getattr(x, "described", PLAIN)
+        if known is PLAIN:
+            return described(x)
+        if known is None:
+            known = x.described = described(x)  # type: ignore[attr-defined]
+        return known
+    if type(x) in NUMBERS:  # 1, 1.0 and True are equal, but not to torch
+        return type(x), x
     if isinstance(x, list | tuple):
         return tuple([describe(each) for each in x])
-    # 1, 1.0 and True are equal, but not to torch.
-    return (type(x), x) if isinstance(x, int | float | complex) else x
+    return x
 
 
 def result_strides(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    """Return strides and offset of each tensor that an operator returns, empty for what is none.
+    """Return the description of each tensor that an operator returns, None for what is none.
 
     Args:
         func: an operator that changes nothing.
@@ -57,18 +100,19 @@ def result_strides(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tu
     Raises:
         RuntimeError: torch's own, if it refuses the call.
     """
-    key = describe(args)
+    key = tuple([describe(x) for x in args])
+    named = tuple([(name, describe(x)) for name, x in kwargs.items()]) if kwargs else ()
     try:
-        return _computed(func, key, tuple((name, describe(x)) for name, x in kwargs.items()))
+        return _computed(func, key, named)
     except TypeError:  # an argument that is no key, as a generator
-        return _compute(func, key, tuple((name, describe(x)) for name, x in kwargs.items()))
+        return _compute(func, key, named)
 
 
 def _compute(func: Any, args: Any, kwargs: Any) -> tuple[Any, ...]:
     with disable_current_modes(), FakeTensorMode():
         results = func(*_made(args), **{name: _made(x) for name, x in kwargs})
     return tuple(
-        (x.stride(), x.storage_offset()) if isinstance(x, Tensor) else ()
+        described(x) if isinstance(x, Tensor) else None
         for x in (results if isinstance(results, list | tuple) else [results])
     )
 
@@ -84,18 +128,3 @@ def _made(x: Any) -> Any:
         is_number = len(x) == 2 and isinstance(x[0], type)
         return x[1] if is_number else [_made(each) for each in x]
     return x
-
-
-def in_order(local: Tensor, strides: Sequence[int], is_contiguous: bool) -> Tensor:
-    """Return a tensor whose dimensions are in memory in the order of the globe's strides.
-
-    A view of the globe's tensor then has one of the same function here.
-    """
-    if is_contiguous:
-        return local.contiguous()
-    order = sorted(range(local.ndim), key=lambda d: -strides[d])
-    ordered = local.permute(order)
-    if ordered.is_contiguous():
-        return local
-    back = sorted(range(local.ndim), key=lambda d: order[d])
-    return ordered.contiguous().permute(back)

@@ -18,20 +18,19 @@ The rules in `RULES` compute operators on local tensors; one that has none gathe
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from credit_dp.domain_parallel.band_tensor.strides import in_order, result_strides
+from credit_dp.domain_parallel.band_tensor.strides import Described, result_strides
 from credit_dp.domain_parallel.manager import DomainParallelManager
 from credit_dp.torch_private import (
     DISABLED_TORCH_FUNCTION,
     new_wrapper,
     schema_of,
-    tree_leaves,
     version_of,
 )
 
@@ -132,6 +131,7 @@ class BandTensor(Tensor):
         domain: the ranks.
         origin: of a copy that torch takes for a view: it is computed anew if its base was written.
         seen_version: up to which write of its base a copy is up to date.
+        described: shape, strides and the like, as a key; None if they have to be looked up.
     """
 
     local: Tensor
@@ -139,6 +139,7 @@ class BandTensor(Tensor):
     domain: Domain
     origin: ViewOrigin | None
     seen_version: int
+    described: Described | None
     # The rule of an operator that has none of its own; set by `rules`, which needs this class.
     find_rule: ClassVar[Callable[[Any], Rule]]
 
@@ -163,21 +164,23 @@ class BandTensor(Tensor):
             offset: the globe's, of a view.
         """
         shape: Sequence[int] = local.shape
-        if isinstance(rows, Band):
-            shape = list(shape)
+        if type(rows) is Band:
+            shape = [*shape]
             shape[rows.dim] = rows.size
-        # In inference mode torch would give views of other tensors no counter of writes.
-        with torch.inference_mode(False):
-            x: BandTensor = new_wrapper(
-                cls,
-                shape,
-                strides,
-                None if strides is None else offset,
-                dtype=local.dtype,
-                device=local.device,
-            )
+        if torch.is_inference_mode_enabled():
+            # There torch would give views of other tensors no counter of writes.
+            with torch.inference_mode(False):
+                return BandTensor(local, rows, domain, strides, offset)
+        x: BandTensor = new_wrapper(
+            cls,
+            shape,
+            strides,
+            None if strides is None else offset,
+            dtype=local.dtype,
+            device=local.device,
+        )
         x.local, x.rows, x.domain = local, rows, domain
-        x.origin, x.seen_version = None, 0
+        x.origin, x.seen_version, x.described = None, 0, None
         return x
 
     @classmethod
@@ -205,7 +208,7 @@ class BandTensor(Tensor):
         # torch would change what the wrapper says, not what it holds.
         DATA.__set__(self, x)
         assert isinstance(x, BandTensor)
-        self.local, self.rows, self.origin = x.local, x.rows, None
+        self.local, self.rows, self.origin, self.described = x.local, x.rows, None, None
 
     # What reads memory past the dispatcher.
     def numpy(self, *, force: bool = False) -> Any:
@@ -249,37 +252,57 @@ def is_band(x: Any) -> bool:
     return type(x) is BandTensor and type(x.rows) is Band
 
 
+def tensors_in(values: Any) -> Iterator[Tensor]:
+    """Yield the tensors among arguments of an operator, which may be in lists."""
+    for x in values.values() if isinstance(values, dict) else values:
+        if isinstance(x, Tensor):
+            yield x
+        elif isinstance(x, list | tuple | dict):
+            yield from tensors_in(x)
+
+
 def domain_of(values: Any) -> Domain:
     """Return the domain of the first tensor of the globe among arguments."""
-    return next(x.domain for x in tree_leaves(values) if type(x) is BandTensor)
+    return next(x.domain for x in tensors_in(values) if type(x) is BandTensor)
 
 
 def wrap(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
     """Return what a rule returned as tensors of the globe, with the strides of one process."""
-    is_one = isinstance(result, Part)
-    parts = [result] if is_one else result
-    if not isinstance(parts, list | tuple) or not any(isinstance(x, Part) for x in parts):
+    if type(result) is Part:
+        like = result_strides(func, args, kwargs)[0]
+        return _wrapped(func, args, kwargs, result, like, None)
+    if not isinstance(result, list | tuple) or not any(type(x) is Part for x in result):
         return result
-    domain = domain_of((args, kwargs))
-    wrapped = []
-    for index, (part, like) in enumerate(
-        zip(parts, result_strides(func, args, kwargs), strict=True)
-    ):
-        if not isinstance(part, Part):
-            wrapped.append(part)
-            continue
-        x = BandTensor(part.local, part.rows, domain, *like)
-        if returns_view(func):
-            if part.is_copy or (type(args[0]) is BandTensor and args[0].origin is not None):
-                place = None if is_one else index
-                x.origin = ViewOrigin(args[0], func, args[1:], kwargs, place)
-                x.seen_version = write_count(args[0])
-        else:
-            x.local = in_order(part.local, like[0], x.is_contiguous())
-        wrapped.append(x)
-    if is_one:
-        return wrapped[0]
+    every = zip(result, result_strides(func, args, kwargs), strict=True)
+    wrapped = [
+        _wrapped(func, args, kwargs, part, like, index) if type(part) is Part else part
+        for index, (part, like) in enumerate(every)
+    ]
     return wrapped if isinstance(result, list) else tuple(wrapped)
+
+
+def _wrapped(
+    func: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    part: Part,
+    like: Described,
+    index: int | None,
+) -> BandTensor:
+    local, rows, is_copy = part
+    first = args[0] if args else None
+    domain = first.domain if type(first) is BandTensor else domain_of((args, kwargs))
+    is_view = returns_view(func)
+    if not is_view:
+        local = like.in_order(local)
+    if local.dtype is not like.dtype:
+        local = local.to(like.dtype)
+    x = BandTensor(local, rows, domain, like.strides, like.offset)
+    x.described = like
+    if is_view and (is_copy or (type(first) is BandTensor and first.origin is not None)):
+        x.origin = ViewOrigin(args[0], func, args[1:], kwargs, index)
+        x.seen_version = write_count(args[0])
+    return x
 
 
 _returns_view: dict[Any, bool] = {}

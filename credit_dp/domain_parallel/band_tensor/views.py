@@ -62,15 +62,20 @@ def at(band: Band, dim: int, ndim: int) -> Band:
     return band._replace(dim=dim - ndim)
 
 
-@view_rule("permute.default", "transpose.int", "t.default", "unsqueeze.default", "movedim")
+@lru_cache(4096)
+def moved_band(func: Any, band: Band, ndim: int, args: Any) -> Band:
+    """Return bands whose dimension a function moves, or puts another one beside."""
+    # The same function of a tensor of which each dimension has its own size says where they go.
+    sizes = func(torch.empty([n + 2 for n in range(ndim)], device="meta"), *args).shape
+    return at(band, sizes.index(ndim + band.dim + 2), len(sizes))
+
+
+@view_rule("permute.default", "transpose.int", "t.default", "unsqueeze.default")
 def move_dims(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Give dimensions another order, or one more."""
-    x = args[0]
-    dims = list(range(x.ndim))
-    # The same function of a tensor of which each dimension has its own size says where they go.
-    sizes = func(torch.empty([n + 2 for n in dims], device="meta"), *args[1:], **kwargs).shape
-    dim = sizes.index(dim_of(x) + 2)
-    return Part(func(x.local, *args[1:], **kwargs), at(x.rows, dim, len(sizes)))
+    x, *others = args
+    key = tuple([tuple(each) if isinstance(each, list) else each for each in others])
+    return Part(func(x.local, *others), moved_band(func, x.rows, x.ndim, key))
 
 
 @view_rule("squeeze.default", "squeeze.dim", "squeeze.dims")

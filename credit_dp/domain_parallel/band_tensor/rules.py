@@ -14,16 +14,16 @@ from credit_dp.domain_parallel.band_tensor.moving import (
 from credit_dp.domain_parallel.band_tensor.pointwise import pointwise, pointwise_in_place
 from credit_dp.domain_parallel.band_tensor.tensor import (
     WHOLE,
+    Band,
     BandTensor,
-    Domain,
     Part,
     Rule,
-    domain_of,
     is_band,
     returns_view,
+    tensors_in,
 )
 from credit_dp.errors import UserError
-from credit_dp.torch_private import change_own_shape, is_composite, schema_of, tree_leaves, tree_map
+from credit_dp.torch_private import change_own_shape, is_composite, schema_of, tree_map
 
 
 def find_rule(func: Any) -> Rule:
@@ -53,25 +53,23 @@ def decompose(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def run_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Gather rows and compute as on one process; results with the rows of an argument are cut."""
-    domain = domain_of((args, kwargs))
-    bands = [x for x in tree_leaves((args, kwargs)) if is_band(x)]
-    if bands:
-        domain.whole_calls[short_name(func)] += 1
-    if schema_of(func).is_mutable:
-        return _write_whole(func, args, kwargs, domain)
-    args, kwargs = tree_map(whole, (args, kwargs))
-    results = func(*args, **kwargs)
+    tensors = [x for x in tensors_in((args, kwargs)) if type(x) is BandTensor]
+    bands = [x for x in tensors if is_band(x)]
+    with tensors[0].domain.whole_call(short_name(func), tensors):
+        if schema_of(func).is_mutable:
+            return _write_whole(func, args, kwargs)
+        args, kwargs = tree_map(whole, (args, kwargs))
+        results = func(*args, **kwargs)
     is_view = returns_view(func)
-    like = bands[0] if bands else None
+    rows = bands[0].rows if bands else None
 
     def part(x: Any) -> Any:
         if not isinstance(x, torch.Tensor):
             return x
-        if like is None or is_view:
+        if not isinstance(rows, Band) or is_view:
             return Part(x, WHOLE, is_copy=bool(bands))
-        rows = like.rows
-        has_rows = x.ndim == like.ndim and x.shape[rows.dim] == like.shape[rows.dim]
-        return Part(cut(x, rows, domain.rank), rows) if has_rows else Part(x, WHOLE)
+        has_rows = x.ndim == bands[0].ndim and x.shape[rows.dim] == rows.size
+        return Part(cut(x, rows, tensors[0].domain.rank), rows) if has_rows else Part(x, WHOLE)
 
     if isinstance(results, list | tuple):
         return (
@@ -80,7 +78,7 @@ def run_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return part(results)
 
 
-def _write_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], domain: Domain) -> Any:
+def _write_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run an operator that writes to arguments on the globe's tensors, and write to the bands."""
     written: list[tuple[BandTensor, torch.Tensor]] = []
     names = [argument.name for argument in schema_of(func).arguments]

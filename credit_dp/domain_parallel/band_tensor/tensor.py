@@ -19,14 +19,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from enum import Enum
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from credit_dp.domain_parallel.band_tensor.strides import Described, result_strides
 from credit_dp.domain_parallel.manager import DomainParallelManager
+from credit_dp.domain_parallel.transport import Transport
 from credit_dp.torch_private import (
     DISABLED_TORCH_FUNCTION,
     new_wrapper,
@@ -75,23 +77,56 @@ PARTIAL: Literal[Held.PARTIAL] = Held.PARTIAL
 Rows = Band | Held
 
 
+class CallRecorder(Protocol):
+    """What a run without data notes of a model, and the values that it knows."""
+
+    def value_of(self, x: Tensor) -> Tensor | None:
+        """Return a tensor with its values, on the CPU; None if they are not known."""
+
+    def whole_call(self, name: str, tensors: Sequence[BandTensor]) -> AbstractContextManager[None]:
+        """Return the context in which an operator gathers these tensors and runs whole."""
+
+    def add_level(self, height: int) -> None:
+        """Note the number of rows of an operator's result."""
+
+    def add_windows(self, height: int, size: int) -> None:
+        """Note that a field is cut into windows of rows; of size 1 if it is not."""
+
+    def add_padding(self, height: int, padded: int) -> None:
+        """Note that rows after the last one pad a field of `height` rows to `padded`."""
+
+
 class Domain:
     """The ranks that share a globe, as the tensors of one model see them.
 
     Attributes:
         whole_calls: how often each operator gathered bands and ran whole.
+        recorder: of a run without data.
     """
 
     def __init__(self, manager: DomainParallelManager) -> None:
         self.manager = manager
-        self.transport = manager.transport
         self.rank = manager.domain_rank
         self.ranks = manager.domain_parallel_size
         self.whole_calls: Counter[str] = Counter()
+        self.recorder: CallRecorder | None = None
+
+    @property
+    def transport(self) -> Transport:
+        """What carries messages; in a run without data it is another one for each module."""
+        return self.manager.transport
 
     def bounds(self, height: int) -> tuple[int, ...]:
         """Return the bands of a height."""
+        if self.recorder is not None:
+            self.recorder.add_level(height)
         return self.manager.partition(height).bounds
+
+    def whole_call(self, name: str, tensors: Sequence[BandTensor]) -> AbstractContextManager[None]:
+        """Return the context in which an operator gathers these tensors and runs whole."""
+        if any(type(x.rows) is Band for x in tensors):
+            self.whole_calls[name] += 1
+        return nullcontext() if self.recorder is None else self.recorder.whole_call(name, tensors)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Domain:
         return self

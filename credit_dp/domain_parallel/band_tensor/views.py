@@ -139,9 +139,11 @@ def view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         sizes[sizes.index(-1)] = x.numel() // max(1, -prod(sizes))
     found = viewed_band(tuple(x.shape), x.rows, tuple(sizes)) if x.numel() else None
     if found is None:
-        x.domain.whole_calls["view"] += 1
-        return Part(whole(x).reshape(sizes), WHOLE, is_copy=True)
+        with x.domain.whole_call("view", [x]):
+            return Part(whole(x).reshape(sizes), WHOLE, is_copy=True)
     band, unit = found
+    if x.domain.recorder is not None:
+        x.domain.recorder.add_windows(x.rows.height, unit)
     local, moves = x.local, any(bound % unit for bound in x.rows.bounds)
     if moves:  # windows of rows: each is on one rank
         domain = x.domain

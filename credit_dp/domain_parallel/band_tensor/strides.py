@@ -58,8 +58,20 @@ class Described:
         if self.order is None:
             return local if local.is_contiguous() else local.contiguous()
         order, back = self.order
-        ordered = local.permute(order)
-        return local if ordered.is_contiguous() else ordered.contiguous().permute(back)
+        return local if is_dense(local, order) else local.permute(order).contiguous().permute(back)
+
+
+def is_dense(x: Tensor, order: Sequence[int]) -> bool:
+    """Return whether a tensor fills its memory with dimensions in an order, the slowest first."""
+    sizes, strides, expected = x.shape, x.stride(), 1
+    for dim in reversed(order):
+        if sizes[dim] != 1:
+            if sizes[dim] == 0:
+                return True
+            if strides[dim] != expected:
+                return False
+            expected *= sizes[dim]
+    return True
 
 
 _known: dict[Any, Described] = {}

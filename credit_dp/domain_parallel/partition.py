@@ -23,6 +23,8 @@ from credit_dp.errors import UserError
 # Fewer rows travel between two levels whose bands are aligned. Aligned bands are preferred to
 # balanced ones as long as the largest is at most this factor larger than the mean.
 LARGEST_IMBALANCE = 1.1
+# Rows stay where they are if no rank gets more than this factor of the mean.
+LARGEST_BAND = 1.5
 # Rows are the last dimension but one of a field, (..., rows, columns).
 ROW_DIM = -2
 # A tensor with fewer dimensions than (channels, rows, columns) is not a field.

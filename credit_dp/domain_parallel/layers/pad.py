@@ -14,7 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from credit_dp.domain_parallel.exchange import RowRange, rows_with_poles
+from credit_dp.domain_parallel.bands.padding import padded_rows, rolled_rows
+from credit_dp.domain_parallel.exchange import RowRange
 from credit_dp.domain_parallel.halo_exchange import memory_format_of
 from credit_dp.domain_parallel.layers.base import (
     Bands,
@@ -22,7 +23,6 @@ from credit_dp.domain_parallel.layers.base import (
     FunctionModule,
     RowLayer,
     StencilLayer,
-    rows_on_globe,
     torch_layer_type,
 )
 from credit_dp.domain_parallel.manager import DomainParallelManager
@@ -129,33 +129,6 @@ def column_padding_of(layer: Any, columns: int) -> ColumnPadding:
     """Return the padding by `columns` on both sides in a layer's `column_mode`, or circular."""
     mode = getattr(layer, "column_mode", "circular")
     return ColumnPadding((columns, columns, 0, 0), "constant" if mode == "zeros" else mode)
-
-
-def padded_rows(out: slice, height: int, north: int, south: int, mode: str) -> tuple[RowRange, ...]:
-    """Return the global rows that the rows `out` of a padded globe show; negative widths crop.
-
-    In the mode `constant` those beyond the poles are left out: `fill_beyond_poles` adds them.
-
-    Raises:
-        UserError: the padding is wider than the rows that the mode can show.
-    """
-    start, stop = out.start - north, out.stop - north
-    if mode == "constant":
-        return rows_on_globe(start, stop, height)
-    if mode != "circular":
-        return rows_with_poles(start, stop, height, mode)
-    # Negative widths crop first: circular padding repeats the rows that are left.
-    first, cropped = max(0, -north), max(0, -north) + max(0, -south)
-    ranges = rows_with_poles(start - first, stop - first, height - cropped, mode)
-    return tuple(RowRange(rows.start + first, rows.stop + first) for rows in ranges)
-
-
-def rolled_rows(out: slice, height: int, shift: int) -> tuple[RowRange, ...]:
-    """Return the global rows that are shifted to the rows `out`: two ranges if they wrap around."""
-    start = (out.start - shift) % height
-    stop = start + out.stop - out.start
-    ranges = (RowRange(start, min(stop, height)), RowRange(0, stop - height))
-    return tuple(rows for rows in ranges if rows.length > 0)
 
 
 class _RowPad(ConstantFillLayer, ABC):

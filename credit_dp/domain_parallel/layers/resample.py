@@ -1,17 +1,12 @@
 """Interpolation, adaptive pooling and pixel shuffle on one band of rows.
 
-Interpolation along rows is linear, so torch's operator is read off once per global height, as a
-table of the input rows and weights of every output row (`interpolation_table_of`). A band applies
-its part of the table to the rows that it fetches, with exactly torch's weights; all other
+Interpolation along rows is a table of input rows and weights (`bands.interpolation`), all other
 dimensions are left to torch (`InterpolationLayer`).
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cached_property, partial
 from typing import Any, NamedTuple, final
 
 import torch
@@ -19,6 +14,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from credit_dp.constants import cached_constant
+from credit_dp.domain_parallel.bands.interpolation import (
+    LINEAR,
+    NEAREST,
+    InterpolationTable,
+    gradient_table_of_nearest,
+    interpolation_table_of,
+    select_rows,
+)
 from credit_dp.domain_parallel.exchange import RowRange
 from credit_dp.domain_parallel.halo_exchange import memory_format_of
 from credit_dp.domain_parallel.layers.base import Bands, RowLayer, StencilLayer, pad_rows
@@ -31,143 +34,7 @@ from credit_dp.domain_parallel.layers.pool import (
 from credit_dp.domain_parallel.manager import DomainParallelManager
 from credit_dp.domain_parallel.partition import ROW_DIM
 from credit_dp.errors import UserError
-from credit_dp.torch_private import disable_current_modes, run_uncompiled
-
-# Unit vectors to which the operator is applied at a time: bounds the memory.
-UNIT_ROWS_PER_CALL = 256
-
-Operator = Callable[[Tensor], Tensor]
-
-
-@final
-@dataclass(frozen=True)
-class InterpolationTable:
-    """Row `i` of the output is the sum over `k` of `weights[i, k]` x input row `sources[i, k]`.
-
-    Shapes:
-        `sources`, `weights`: `(H_out, K)`, in rows of the globe. Output rows with fewer than `K`
-        sources repeat one with weight 0. `weights` is None if each output row copies an input row.
-    """
-
-    sources: Tensor
-    weights: Tensor | None
-
-    @property
-    def out_height(self) -> int:
-        """The global height of the output."""
-        return self.sources.shape[0]
-
-    @cached_property
-    @disable_current_modes()  # on a GPU a dry run would copy them, without data, to the host
-    def _source_lists(self) -> list[list[int]]:
-        return self.sources.tolist()
-
-    def is_identity(self, height: int) -> bool:
-        """Whether the output is the input."""
-        return self.weights is None and self._source_lists == [[row] for row in range(height)]
-
-    def has_same_sources(self, other: InterpolationTable) -> bool:
-        """Whether both copy the same rows."""
-        return self._source_lists == other._source_lists
-
-    def input_span(self, out: slice) -> tuple[int, int]:
-        """Return the input rows that the output rows `out` depend on, as `(start, stop)`."""
-        sources = self._source_lists[out]
-        return min(map(min, sources)), max(map(max, sources)) + 1
-
-    def apply(self, x: Tensor, dim: int, out: slice, first: int) -> Tensor:
-        """Return the output rows `out`, given the input rows `x` from row `first` on.
-
-        Half precision is promoted to float32, unless rows are only copied.
-        """
-        indices = (self.sources[out] - first).unbind(1)
-        if self.weights is None:
-            return _select_rows(x, dim, indices[0])
-        weights = self.weights[out].reshape(-1, *[1] * (-dim - 1), len(indices)).unbind(-1)
-        total = _select_rows(x, dim, indices[0]) * weights[0]
-        for index, weight in zip(indices[1:], weights[1:], strict=True):
-            rows = _select_rows(x, dim, index)
-            total = torch.addcmul(total, rows.to(total.dtype), weight)
-        return total
-
-
-def _select_rows(x: Tensor, dim: int, indices: Tensor) -> Tensor:
-    """Return rows of `x` in its memory format; the gradient has that format, too."""
-    if memory_format_of(x) is torch.contiguous_format:
-        return x.index_select(dim, indices)
-    # `index_select` and its gradient are contiguous; those of this view are channels last of `x`.
-    return x.movedim(1, -1).index_select(dim - 1, indices).movedim(-1, 1)
-
-
-@run_uncompiled  # what torch.compiler.disable calls; importing that takes a second
-@torch.inference_mode(False)  # the table is cached and may be used in training later
-@torch.no_grad()
-@disable_current_modes()  # a dry run has tensors without data: the table is read off values
-def interpolation_table_of(
-    operator: Operator,
-    height: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    is_backward: bool = False,
-) -> InterpolationTable:
-    """Return the table of an operator that maps `(1, C, height, 1)` to `(1, C, H_out, 1)`.
-
-    The operator has to be linear and the same for all channels. That of a backward pass, which maps
-    gradients, has the table whose gradient it computes.
-    """
-    columns, rows, weights, out_height = _columns_of(operator, height, dtype, device)
-    if is_backward:
-        columns, rows, out_height = rows, columns, height
-    return _table_from_triples(rows, columns, weights, out_height)
-
-
-def _columns_of(
-    operator: Operator, height: int, dtype: torch.dtype, device: torch.device
-) -> tuple[Tensor, Tensor, Tensor, int]:
-    """Return the entries of an operator's matrix that are not 0, and its height.
-
-    Each channel carries the unit vector of one row, so that the outputs are the matrix's columns.
-
-    Returns:
-        The column, the row and the value of each entry.
-    """
-    dtype = torch.promote_types(dtype, torch.float32)  # as torch computes half precision
-    if device.type == "meta":  # the table is read off values, which meta tensors lack
-        device = torch.device("cpu")
-    out_rows, in_rows, weights = [], [], []
-    for start in range(0, height, UNIT_ROWS_PER_CALL):
-        stop = min(start + UNIT_ROWS_PER_CALL, height)
-        units = torch.zeros(stop - start, height, dtype=dtype, device=device)
-        units.diagonal(start).fill_(1)
-        with torch.autocast(device.type, enabled=False):
-            matrix = operator(units[None, :, :, None])[0, :, :, 0].T
-        rows, columns = matrix.nonzero(as_tuple=True)
-        out_rows.append(rows)
-        in_rows.append(columns + start)
-        weights.append(matrix[rows, columns])
-    return torch.cat(in_rows), torch.cat(out_rows), torch.cat(weights), matrix.shape[0]
-
-
-def _table_from_triples(
-    out_rows: Tensor, in_rows: Tensor, weights: Tensor, out_height: int
-) -> InterpolationTable:
-    """Return the table of triples of output row, input row and weight."""
-    # Sort by output row; within a row, `column` counts its sources.
-    order = out_rows.argsort(stable=True)
-    out_rows, in_rows, weights = out_rows[order], in_rows[order], weights[order]
-    counts = out_rows.bincount(minlength=out_height)
-    first_entry = counts.cumsum(0) - counts
-    column = torch.arange(len(out_rows), device=out_rows.device) - first_entry[out_rows]
-    widest = int(counts.max())
-    # A backward pass may use some rows nowhere, the last one, too.
-    sources = in_rows[first_entry.clamp(max=len(in_rows) - 1)][:, None].repeat(1, widest)
-    weight_table = weights.new_zeros(out_height, widest)
-    sources[out_rows, column] = in_rows
-    weight_table[out_rows, column] = weights
-    # Nearest interpolation only copies rows, which keeps half precision as it is.
-    copies = widest == 1 and bool((weight_table == 1).all())
-    return InterpolationTable(sources, None if copies else weight_table)
-
+from credit_dp.torch_private import run_uncompiled
 
 # The number of dimensions before the spatial ones: samples and channels.
 NON_SPATIAL = 2
@@ -294,13 +161,6 @@ class _WithGradientOf(torch.autograd.Function):
         return grad, None
 
 
-NEAREST = ("nearest", "nearest-exact")
-NEAREST_BACKWARD = {
-    "nearest": torch.ops.aten.upsample_nearest2d_backward,
-    "nearest-exact": torch.ops.aten._upsample_nearest_exact2d_backward,
-}
-# The same operator along one dimension.
-LINEAR = ("linear", "bilinear", "trilinear")
 MODES = (*NEAREST, *LINEAR, "bicubic", "area")
 ANTIALIASED_MODES = ("bilinear", "bicubic")
 
@@ -417,34 +277,18 @@ class _Interpolate(InterpolationLayer, ABC):
         return self._interpolate(x, settings, None, self.mode)
 
     def gradient_table(self, height: int) -> InterpolationTable:
-        """Return the table that gradients follow.
-
-        In the modes `nearest` torch rounds positions in backward in another way than in forward: on
-        GPUs, and on CPUs for float64. One in some hundred pairs of heights has rows that differ.
-        """
+        """Return the table that gradients follow."""
         table = self.interpolation_table(height)
         if self.mode not in NEAREST:
             return table
         key = (self.dim, height, self._dtype_and_device)
         if key not in self._gradient_tables:
-            gradient = interpolation_table_of(
-                partial(self._nearest_backward, height, table.out_height),
-                table.out_height,
-                *self._dtype_and_device,
-                is_backward=True,
+            by_factor = self.size is None and not self.recompute_scale_factor
+            scale = float(self.row_setting(self.scale_factor)) if by_factor else None
+            self._gradient_tables[key] = gradient_table_of_nearest(
+                self.mode, height, table, scale, *self._dtype_and_device
             )
-            same = gradient.weights is None and gradient.has_same_sources(table)
-            self._gradient_tables[key] = table if same else gradient
         return self._gradient_tables[key]
-
-    def _nearest_backward(self, height: int, out_height: int, grad: Tensor) -> Tensor:
-        """Return the gradient of a single column of the input, given that of the output."""
-        by_factor = self.size is None and not self.recompute_scale_factor
-        factors = (float(self.row_setting(self.scale_factor)), 1.0) if by_factor else (None, None)
-        shape = (*grad.shape[:-2], height, 1)
-        backward = NEAREST_BACKWARD[self.mode]
-        gradient: Tensor = backward(grad.contiguous(), (out_height, 1), shape, *factors)
-        return gradient
 
 
 @final
@@ -672,7 +516,7 @@ class DomainParallelAdaptiveMaxPool(_AdaptivePool, StencilLayer):
         rows = self.fetch(x, bands)
         if height % bands.output.height:  # else the windows do not overlap
             local_rows = window_rows - self.input_span(out, height)[0]
-            rows = _select_rows(rows, self.dim, local_rows)
+            rows = select_rows(rows, self.dim, local_rows)
         pooled = self._pool_to_rows(rows, out.stop - out.start)
         if not self.return_indices:
             return pooled  # type: ignore[no-any-return]

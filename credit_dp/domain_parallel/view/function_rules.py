@@ -79,8 +79,6 @@ OF_FEW_ROWS: set[Any] = {
         "get_device", "is_contiguous", "numpy", "__array__", "__dlpack__",
     ),
 }  # fmt: skip
-# Rows stay where they are if no rank gets more than this factor of the mean.
-LARGEST_BAND = 1.5
 
 
 class NoRuleError(Exception):

@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 
 from credit_dp.domain_parallel.exchange import RowRange
-from credit_dp.domain_parallel.partition import RowPartition
+from credit_dp.domain_parallel.partition import LARGEST_BAND, RowPartition
 from credit_dp.domain_parallel.view.filling import layout_with_rows_of
 from credit_dp.domain_parallel.view.function_rules import (
-    LARGEST_BAND,
     Args,
     Function,
     Kwargs,

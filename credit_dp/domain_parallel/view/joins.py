@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from credit_dp.domain_parallel.bands.padding import extended_bounds, padded_rows, rolled_rows
 from credit_dp.domain_parallel.exchange import RowRange
 from credit_dp.domain_parallel.layers.base import fill_beyond_poles
-from credit_dp.domain_parallel.layers.pad import MODES, padded_rows, rolled_rows
+from credit_dp.domain_parallel.layers.pad import MODES
 from credit_dp.domain_parallel.partition import RowPartition
 from credit_dp.domain_parallel.view.function_rules import (
-    LARGEST_BAND,
     Args,
     Function,
     Kwargs,
@@ -113,17 +113,10 @@ def _in_bands_of(x: Any, dim: int) -> Any:
 
 
 def _extended_partition(x: GlobalTensor, before: int, after: int) -> RowPartition | None:
-    """Return bands with more rows on the first and last rank, or with fewer; None if too few.
-
-    Rows stay where they are if that is balanced.
-    """
-    layout = layout_of(x)
-    height = before + layout.size + after
-    inner = (min(max(bound + before, 0), height) for bound in layout.partition.bounds[1:-1])
-    partition = RowPartition((0, *inner, height))
-    is_balanced = max(partition.sizes) * partition.ranks < LARGEST_BAND * height
-    is_kept = is_balanced and min(partition.sizes) > 0
-    return partition if is_kept else x.view_.partition(height)
+    """Return bands with more rows on the first and last rank, or with fewer; None if too few."""
+    bounds = extended_bounds(layout_of(x).partition.bounds, before, after)
+    height = before + layout_of(x).size + after
+    return x.view_.partition(height) if bounds is None else RowPartition(bounds)
 
 
 def _ranges_within(partition: RowPartition, start: int, size: int) -> list[tuple[RowRange, ...]]:

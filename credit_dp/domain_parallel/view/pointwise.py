@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from credit_dp.domain_parallel.partition import LARGEST_BAND
 from credit_dp.domain_parallel.rules import RULES
 from credit_dp.domain_parallel.view.function_rules import (
-    LARGEST_BAND,
     OF_FEW_ROWS,
     Args,
     Function,

@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from credit_dp.domain_parallel.layers.norm import sum_over_bands
+from credit_dp.domain_parallel.partition import LARGEST_BAND
 from credit_dp.domain_parallel.view.function_rules import (
-    LARGEST_BAND,
     Args,
     Function,
     Kwargs,

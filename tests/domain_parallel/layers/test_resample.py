@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from torch import nn
 
 from credit_dp.domain_parallel import convert_to_domain_parallel, gather_tensor, shard_tensor
+from credit_dp.domain_parallel.bands import interpolation
 from credit_dp.domain_parallel.layers import (
     DomainParallelInterpolate,
     DomainParallelPixelUnshuffle,
     DomainParallelRoll,
-    resample,
 )
 from credit_dp.domain_parallel.layers.resample import ANTIALIASED_MODES, AntialiasedUpsample
 from credit_dp.models.unet import PeriodicUpsample
@@ -117,7 +117,7 @@ def test_gradients_of_nearest_rows_are_those_of_torchs_backward(monkeypatch):
         return gradient
 
     for mode in ("nearest", "nearest-exact"):
-        monkeypatch.setitem(resample.NEAREST_BACKWARD, mode, backward)
+        monkeypatch.setitem(interpolation.NEAREST_BACKWARD, mode, backward)
         gradient = torch.cat(on_threads(3, _gradient, mode), -2)
         # Columns of 3 become 4: one of them is there twice.
         expected = torch.zeros(12, dtype=torch.float64)

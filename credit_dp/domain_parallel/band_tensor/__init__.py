@@ -9,5 +9,6 @@ No model computes on it yet, but in tests.
 | `moving` | changes of layout, and copies that torch takes for views |
 | `rules` | rules of all other operators, and what runs whole |
 | `pointwise`, `views` | rules of families of operators |
+| `interpolation` | interpolation, adaptive averages, pixel shuffles, samples of grids |
 | `boundary` | where a model begins and ends |
 """

@@ -9,7 +9,11 @@ import torch
 from torch import Tensor, nn
 
 # Rules are registered when their modules are imported.
-from credit_dp.domain_parallel.band_tensor import pointwise, views  # noqa: F401
+from credit_dp.domain_parallel.band_tensor import (  # noqa: F401
+    interpolation,
+    pointwise,
+    views,
+)
 from credit_dp.domain_parallel.band_tensor.moving import cut, with_rows
 from credit_dp.domain_parallel.band_tensor.tensor import (
     PARTIAL,

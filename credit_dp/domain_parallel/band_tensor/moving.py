@@ -42,6 +42,39 @@ def rows_of_bands(bounds: tuple[int, ...]) -> Required:
     return tuple((RowRange(a, b),) for a, b in pairwise(bounds))
 
 
+@lru_cache(8192)
+def unfolded_rows(band: Band, required: Required) -> tuple[Band, Required]:
+    """Return bands of one entry after the other, and what ranks require of them.
+
+    Args:
+        band: of a dimension that may have other entries before the rows.
+        required: entries of that dimension, of which a rank has some in several places. As its
+            memory has them in one, entries are counted rank by rank in what is returned.
+    """
+    if band.outer == 1:
+        return band, required
+    parts = []  # the first entry and the one after the last, and where the first is
+    for outer in range(band.outer):
+        for first, stop in pairwise(band.bounds):
+            start = outer * band.height + first
+            parts.append((start, start + stop - first, band.outer * first + outer * (stop - first)))
+
+    def found(entries: RowRange) -> list[RowRange]:
+        if entries.zero_filled:
+            return [entries]
+        ranges = []
+        for start, stop, position in parts:
+            a, b = max(entries.start, start), min(entries.stop, stop)
+            if a < b:
+                moved = a - start + position
+                ranges.append(entries._replace(start=moved, stop=moved + b - a))
+        return ranges[::-1] if entries.flipped else ranges
+
+    bounds = tuple(bound * band.outer for bound in band.bounds)
+    ranges = tuple(tuple(x for entries in each for x in found(entries)) for each in required)
+    return Band(band.dim, 1, bounds), ranges
+
+
 def unfolded(x: Tensor, band: Band, rows: int) -> Tensor:
     """Return a tensor with its rows in the dimension `band.dim`, apart from what is before them."""
     if band.outer == 1:

@@ -10,5 +10,6 @@ No model computes on it yet, but in tests.
 | `rules` | rules of all other operators, and what runs whole |
 | `pointwise`, `views` | rules of families of operators |
 | `interpolation` | interpolation, adaptive averages, pixel shuffles, samples of grids |
+| `padding` | padding, rolls, flips and windows of rows |
 | `boundary` | where a model begins and ends |
 """

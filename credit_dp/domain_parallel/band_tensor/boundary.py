@@ -11,6 +11,7 @@ from torch import Tensor, nn
 # Rules are registered when their modules are imported.
 from credit_dp.domain_parallel.band_tensor import (  # noqa: F401
     interpolation,
+    padding,
     pointwise,
     views,
 )

@@ -74,7 +74,7 @@ class Assembly:
 
 
 @lru_cache(4096)
-def _find_rows(
+def find_rows(
     wanted: RowExchange, known: tuple[RowExchange, ...]
 ) -> tuple[RowExchange | None, Assembly]:
     """Return the exchange of what is missing on any rank, if it is, and where all rows are then."""
@@ -205,7 +205,7 @@ class KnownRows:
         A collective if a rank misses any. `x` is the band in the precision of the layer.
         """
         is_first = not self
-        exchange, assembly = _find_rows(wanted, tuple(self._exchanges))
+        exchange, assembly = find_rows(wanted, tuple(self._exchanges))
         if exchange is None:
             self._readers.number += 1
             wait = do_nothing

@@ -8,8 +8,11 @@ No model computes on it yet, but in tests.
 | `strides` | the strides of one process |
 | `moving` | changes of layout, and copies that torch takes for views |
 | `rules` | rules of all other operators, and what runs whole |
-| `pointwise`, `views` | rules of families of operators |
+| `pointwise` | rules of operators on entries at the same place |
+| `views` | views and joins |
+| `convolutions`, `pooling` | operators with halos |
 | `interpolation` | interpolation, adaptive averages, pixel shuffles, samples of grids |
 | `padding` | padding, rolls, flips and windows of rows |
+| `fetched` | rows of other bands, fetched once for all that read them |
 | `boundary` | where a model begins and ends |
 """

@@ -10,12 +10,14 @@ from torch import Tensor, nn
 
 # Rules are registered when their modules are imported.
 from credit_dp.domain_parallel.band_tensor import (  # noqa: F401
+    convolutions,
     interpolation,
     padding,
     pointwise,
+    pooling,
     views,
 )
-from credit_dp.domain_parallel.band_tensor.moving import cut, with_rows
+from credit_dp.domain_parallel.band_tensor.moving import cut, refresh, with_rows
 from credit_dp.domain_parallel.band_tensor.tensor import (
     PARTIAL,
     WHOLE,
@@ -82,6 +84,7 @@ def share(grad: Tensor, domain: Domain) -> Tensor:
     """Return this rank's share of a gradient of the globe: the ranks' sum is the gradient."""
     if type(grad) is not BandTensor:  # made from tensors that every rank has
         return grad / domain.ranks
+    refresh(grad)
     if grad.rows is PARTIAL:
         return grad.local
     if grad.rows is WHOLE:

@@ -18,7 +18,11 @@ from credit_dp.domain_parallel.band_tensor.tensor import (
     write_count,
 )
 from credit_dp.domain_parallel.exchange import RowExchange, RowRange
-from credit_dp.domain_parallel.halo_exchange import return_gradients, start_fetching
+from credit_dp.domain_parallel.halo_exchange import (
+    return_gradients,
+    start_fetching,
+    start_returning_gradients,
+)
 from credit_dp.domain_parallel.partition import RowPartition
 
 Required = tuple[tuple[RowRange, ...], ...]  # for each rank the rows that it needs
@@ -145,6 +149,11 @@ def with_rows(x: Any, rows: Rows, domain: Domain) -> Tensor:
     return cut(local, rows, domain.rank)
 
 
+def rebanded(x: BandTensor, rows: Band) -> BandTensor:
+    """Return a tensor in other bands; a collective if rows have to be sent."""
+    return BandTensor(with_rows(x, rows, x.domain), rows, x.domain, x.stride())
+
+
 def is_same_field(a: Band, b: Band) -> bool:
     """Return whether two tensors have their rows in the same places, but for the bounds."""
     return a[:2] == b[:2] and a.height == b.height
@@ -159,7 +168,17 @@ def broadcasts(x: Tensor, band: Band) -> bool:
 
 
 def refresh(x: BandTensor) -> None:
-    """Compute a copy anew if its base was written: all views share torch's count of writes."""
+    """Bring what a rank holds up to date; a collective if something is missing.
+
+    A gradient gets what is unsent. A copy is computed anew if its base was written: all views share
+    torch's count of writes.
+    """
+    if x.unsent:
+        assert isinstance(x.rows, Band)
+        unsent, x.unsent = x.unsent, ()
+        for exchange, grad in unsent:
+            finish = start_returning_gradients(grad, exchange, x.domain.transport, x.rows.dim)
+            finish(x.local)
     if x.origin is None or x.is_inference() or x.seen_version == write_count(x):
         return
     base, func, args, kwargs, part = x.origin

@@ -59,7 +59,7 @@ def rows_of_all(args: tuple[Any, ...]) -> Rows | None:
     rows: Rows | None = None
     for x in args:
         if type(x) is BandTensor:
-            if x.origin is not None:
+            if x.origin is not None or x.unsent:
                 refresh(x)
             if rows is None:
                 rows = x.rows

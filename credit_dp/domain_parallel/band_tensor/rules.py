@@ -122,6 +122,7 @@ def change_shape_in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, An
         )
     y = BandTensor.__torch_dispatch__(view, (), args, kwargs)
     x.local, x.rows, x.origin, x.seen_version = y.local, y.rows, y.origin, y.seen_version
+    x.fetched = None
     change_own_shape(func, args, kwargs)
     x.described = None
     return x

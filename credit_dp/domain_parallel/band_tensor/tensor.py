@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from credit_dp.domain_parallel.band_tensor.strides import Described, result_strides
+from credit_dp.domain_parallel.exchange import RowExchange
 from credit_dp.domain_parallel.manager import DomainParallelManager
 from credit_dp.domain_parallel.transport import Transport
 from credit_dp.torch_private import (
@@ -102,6 +103,7 @@ class Domain:
     Attributes:
         whole_calls: how often each operator gathered bands and ran whole.
         recorder: of a run without data.
+        uncounted: addresses of memory that may be written to without torch's count of it.
     """
 
     def __init__(self, manager: DomainParallelManager) -> None:
@@ -110,6 +112,7 @@ class Domain:
         self.ranks = manager.domain_parallel_size
         self.whole_calls: Counter[str] = Counter()
         self.recorder: CallRecorder | None = None
+        self.uncounted: set[int] = set()
 
     @property
     def transport(self) -> Transport:
@@ -132,16 +135,39 @@ class Domain:
         return self
 
 
+# Gradients of rows that this rank has fetched in exchanges, which others own.
+Unsent = tuple[tuple[RowExchange, Tensor], ...]
+
+
 class Part(NamedTuple):
     """A rule's result: what this rank holds of a tensor of the globe.
 
     Attributes:
         is_copy: whether it is a copy though torch takes it for a view of the first argument.
+        unsent: see `BandTensor`.
     """
 
     local: Tensor
     rows: Rows
     is_copy: bool = False
+    unsent: Unsent = ()
+
+
+class FetchedRows:
+    """Rows of other bands that this rank has of one tensor.
+
+    Attributes:
+        version: how often the tensor had been written to.
+        exchanges: that have fetched rows.
+        rows: the rows of each.
+        readers: number of operators that have read rows.
+    """
+
+    def __init__(self, version: int) -> None:
+        self.version = version
+        self.exchanges: tuple[RowExchange, ...] = ()
+        self.rows: tuple[Tensor, ...] = ()
+        self.readers = 0
 
 
 class ViewOrigin(NamedTuple):
@@ -155,6 +181,7 @@ class ViewOrigin(NamedTuple):
 
 
 DATA: Any = Tensor.data
+DETACH = torch.ops.aten.detach.default
 
 
 class BandTensor(Tensor):
@@ -167,6 +194,9 @@ class BandTensor(Tensor):
         origin: of a copy that torch takes for a view: it is computed anew if its base was written.
         seen_version: up to which write of its base a copy is up to date.
         described: shape, strides and the like, as a key; None if they have to be looked up.
+        fetched: rows of other bands that operators have fetched, for the next one that reads it.
+        unsent: of a gradient, parts of it that other ranks have to add to their bands. They are
+            sent when its bands are read: gradients that are added up before are sent as one.
     """
 
     local: Tensor
@@ -175,6 +205,8 @@ class BandTensor(Tensor):
     origin: ViewOrigin | None
     seen_version: int
     described: Described | None
+    fetched: FetchedRows | None
+    unsent: Unsent
     # The rule of an operator that has none of its own; set by `rules`, which needs this class.
     find_rule: ClassVar[Callable[[Any], Rule]]
 
@@ -216,6 +248,7 @@ class BandTensor(Tensor):
         )
         x.local, x.rows, x.domain = local, rows, domain
         x.origin, x.seen_version, x.described = None, 0, None
+        x.fetched, x.unsent = None, ()
         return x
 
     @classmethod
@@ -236,6 +269,7 @@ class BandTensor(Tensor):
     def data(self) -> Tensor:
         """Return the tensor without its history."""
         data: Tensor = DATA.__get__(self)
+        self.domain.uncounted.add(self.local.untyped_storage().data_ptr())
         return data
 
     @data.setter
@@ -244,6 +278,7 @@ class BandTensor(Tensor):
         DATA.__set__(self, x)
         assert isinstance(x, BandTensor)
         self.local, self.rows, self.origin, self.described = x.local, x.rows, None, None
+        self.fetched, self.unsent = None, x.unsent
 
     # What reads memory past the dispatcher.
     def numpy(self, *, force: bool = False) -> Any:
@@ -324,7 +359,7 @@ def _wrapped(
     like: Described,
     index: int | None,
 ) -> BandTensor:
-    local, rows, is_copy = part
+    local, rows, is_copy, unsent = part
     first = args[0] if args else None
     domain = first.domain if type(first) is BandTensor else domain_of((args, kwargs))
     is_view = returns_view(func)
@@ -333,7 +368,9 @@ def _wrapped(
     if local.dtype is not like.dtype:
         local = local.to(like.dtype)
     x = BandTensor(local, rows, domain, like.strides, like.offset)
-    x.described = like
+    x.described, x.unsent = like, unsent
+    if func is DETACH:  # a checkpoint keeps such a tensor
+        x.fetched = args[0].fetched
     if is_view and (is_copy or (type(first) is BandTensor and first.origin is not None)):
         x.origin = ViewOrigin(args[0], func, args[1:], kwargs, index)
         x.seen_version = write_count(args[0])

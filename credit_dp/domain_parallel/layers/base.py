@@ -16,9 +16,9 @@ from itertools import count
 from typing import Any, ClassVar, NamedTuple, Protocol, final
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from credit_dp.domain_parallel.bands.rows import fill_beyond_poles, rows_on_globe
 from credit_dp.domain_parallel.exchange import RowExchange, RowRange, rows_with_poles
 from credit_dp.domain_parallel.halo_exchange import HaloExchange, fetch_rows
 from credit_dp.domain_parallel.manager import DomainParallelManager
@@ -442,20 +442,6 @@ class FunctionModule(nn.Module):
         return ", ".join(map(str, (self.function.__name__, *self.settings)))
 
 
-def pad_rows(x: Tensor, dim: int, north: int, south: int, value: float = 0.0) -> Tensor:
-    """Return `x` with rows of `value` at both ends, or without rows where a number is negative.
-
-    In contrast to `narrow`, a crop has no gaps between its samples, and it and the gradient of `x`
-    have the memory format of `x`: autograd makes that of a view contiguous.
-
-    Shapes:
-        `(..., H, W)` -> `(..., north + H + south, W)` for `dim=-2`; `dim` is negative.
-    """
-    if not north and not south:
-        return x
-    return F.pad(x, (*(0, 0) * (-dim - 1), north, south), value=value)
-
-
 class SharedRows(Protocol):
     """What layers that read the same tensor ask of their `shared_exchange.SharedExchange`."""
 
@@ -525,24 +511,6 @@ class StencilLayer(RowLayer):
         Zeros stand for the others, and the padding mode's rows for those beyond the poles.
         """
         return rows_with_poles(start, stop, height, self.pole_mode)
-
-
-def rows_on_globe(start: int, stop: int, height: int) -> tuple[RowRange, ...]:
-    """Return those of the rows `start` to `stop - 1` that are not beyond a pole, maybe none."""
-    rows = RowRange(max(start, 0), min(stop, height))
-    return (rows,) if rows.length > 0 else ()
-
-
-def fill_beyond_poles(
-    rows: Tensor, dim: int, start: int, stop: int, height: int, value: float
-) -> Tensor:
-    """Return the rows `start` to `stop - 1`, given those on the globe, with `value` in the others.
-
-    Shapes:
-        `(..., rows_on_globe, W)` -> `(..., stop - start, W)` for `dim=-2`; `dim` is negative.
-    """
-    north = max(0, min(stop, 0) - start)
-    return pad_rows(rows, dim, north, max(0, stop - max(start, height)), value)
 
 
 class ConstantFillLayer(StencilLayer):

@@ -17,13 +17,9 @@ from typing import Any, ClassVar, final
 import torch
 from torch import Tensor, nn
 
-from credit_dp.domain_parallel.exchange import (
-    RowExchange,
-    RowRange,
-    merge_zeros,
-    register_for_graphs,
-    rows_with_poles,
-)
+from credit_dp.domain_parallel.bands.convolutions import ConvSettings, Halo
+from credit_dp.domain_parallel.bands.rows import Windows
+from credit_dp.domain_parallel.exchange import RowExchange, RowRange, register_for_graphs
 from credit_dp.domain_parallel.halo_exchange import fetch_rows
 from credit_dp.domain_parallel.known_rows import KnownRows
 from credit_dp.domain_parallel.layers import base
@@ -36,8 +32,6 @@ from credit_dp.domain_parallel.layers.base import (
 from credit_dp.domain_parallel.layers.conv_bands import (
     CONV_FUNCTIONS,
     CompiledConv,
-    ConvSettings,
-    Halo,
     batched_operands,
     convolve_band,
     convolve_band_operator,
@@ -109,11 +103,16 @@ class ConvLayer(StencilLayer):
         return int(self.conv.stride[self.row_dim])
 
     @property
-    def _kernel_extent(self) -> int:
-        """Rows that the dilated kernel spans."""
+    def _windows(self) -> Windows:
+        """Rows under the kernel, for each output row."""
         conv = self.conv
         dim = self.row_dim
-        return int(conv.dilation[dim] * (conv.kernel_size[dim] - 1) + 1)
+        return Windows(conv.kernel_size[dim], self._stride, self.north, conv.dilation[dim])
+
+    @property
+    def _kernel_extent(self) -> int:
+        """Rows that the dilated kernel spans."""
+        return self._windows.extent
 
     def couples_rows(self, dim: int, ndim: int) -> bool:
         """Return whether the kernel couples rows along `dim`.
@@ -149,34 +148,16 @@ class _RowConv(ConvLayer):
         self._compiled_convs: dict[int, str] = {}
 
     def out_height(self, height: int, *others: Tensor) -> int:
-        """Return the global output height.
-
-        Source: Dumoulin & Visin 2016, relationship 15.
-        """
-        return (height + self.north + self.south - self._kernel_extent) // self._stride + 1
+        """Return the global output height."""
+        return self._windows.out_height(height, self.south)
 
     def input_span(self, out: slice, height: int) -> tuple[int, int]:
         """Return the rows under the kernel, padding included."""
-        first = out.start * self._stride - self.north
-        return first, (out.stop - 1) * self._stride - self.north + self._kernel_extent
+        return self._windows.span(out)
 
     def rows_between(self, start: int, stop: int, out: slice, height: int) -> tuple[RowRange, ...]:
         """Return rows under the kernel, with zeros where a wide dilation leaves gaps."""
-        dilation = int(self.conv.dilation[self.row_dim])
-        rows_under_tap = (out.stop - out.start - 1) * self._stride + 1
-        if dilation <= rows_under_tap:
-            return super().rows_between(start, stop, out, height)
-        ranges: list[RowRange] = []
-        for tap in range(self.conv.kernel_size[self.row_dim]):
-            first = out.start * self._stride - self.north + tap * dilation
-            # The rows under this tap, and those up to the next one.
-            edges = (first, first + rows_under_tap, first + dilation)
-            under, gap = ((max(edges[i], start), min(edges[i + 1], stop)) for i in range(2))
-            if under[0] < under[1]:
-                ranges += rows_with_poles(*under, height, self.pole_mode)
-            if gap[0] < gap[1]:
-                ranges.append(RowRange(0, gap[1] - gap[0], zero_filled=True))
-        return merge_zeros(ranges)
+        return self._windows.rows_between(start, stop, out, height, self.pole_mode)
 
     def compute(self, x: Tensor, bands: Bands, known: KnownRows | None = None) -> Tensor:
         """Return this rank's output rows; `known` has rows that other convolutions have fetched."""

@@ -1,24 +1,25 @@
-"""Convolutions with stride 1 of one band of rows, while its halo travels.
+"""Differentiable convolutions with stride 1 of one band of rows, while its halo travels.
 
-`convolve_band` starts to fetch the halo, convolves the band with zeros in place of the halo, then
-adds what the halo contributes at both edges (`BandEdge`). Convolution is linear, so the sum is
-exact. Backward, the gradients of the edges come first, then the messages with the halo's gradient
-start, the gradients of the band are computed meanwhile, and the gradients that neighbours sent are
-added at the end. Compiled code does the same in the operators `credit_dp::convolve_band` and
+`bands/convolutions.py` says how a band is convolved; `convolve_band` keeps what its gradients need.
+Compiled code does the same in the operators `credit_dp::convolve_band` and
 `credit_dp::band_gradients`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import Any, NamedTuple, final
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from credit_dp.domain_parallel.bands.convolutions import (
+    ConvSettings,
+    Halo,
+    band_gradients,
+    convolve_with_halo,
+)
 from credit_dp.domain_parallel.exchange import RowExchange, named_in_graphs
 from credit_dp.domain_parallel.halo_exchange import (
     empty_rows_like,
@@ -26,221 +27,13 @@ from credit_dp.domain_parallel.halo_exchange import (
     gradients_need_graph,
     gradients_with_graph,
     memory_format_of,
-    start_fetching,
-    start_returning_gradients,
 )
 from credit_dp.domain_parallel.known_rows import FoundRows, KnownRows, do_nothing
-from credit_dp.domain_parallel.layers.base import pad_rows
 from credit_dp.domain_parallel.layers.pad import ColumnPadding
-from credit_dp.domain_parallel.transport import (
-    Transport,
-    keep_order,
-    keeps_messages,
-    transport_named,
-)
+from credit_dp.domain_parallel.transport import keep_order, keeps_messages, transport_named
 
 # Keys: the number of spatial dimensions.
 CONV_FUNCTIONS: dict[int, Callable[..., Tensor]] = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
-
-
-@final
-@dataclass(frozen=True)
-class ConvSettings:
-    """Settings of a convolution with stride 1 along the rows.
-
-    `padding` is the number of zeros on both sides of each spatial dimension. `dim` is the row
-    dimension, counted from the end.
-    """
-
-    stride: tuple[int, ...]
-    padding: tuple[int, ...]
-    dilation: tuple[int, ...]
-    groups: int
-    dim: int
-
-    def without_row_padding(self) -> ConvSettings:
-        """Return these settings without padding north and south."""
-        padding = list(self.padding)
-        padding[self.dim] = 0
-        return replace(self, padding=tuple(padding))
-
-    def convolve(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Return the convolution of a batch."""
-        no_output_padding = (0,) * len(self.padding)
-        return torch.convolution(
-            x,
-            weight,
-            bias,
-            self.stride,
-            self.padding,
-            self.dilation,
-            False,
-            no_output_padding,
-            self.groups,
-        )
-
-    def gradients(
-        self, grad: Tensor, x: Tensor, weight: Tensor, needs_grad: tuple[bool, bool, bool]
-    ) -> list[Tensor]:
-        """Return the gradients of input, weight and bias where `needs_grad` is true."""
-        sizes = (list(s) for s in (self.stride, self.padding, self.dilation))
-        no_output_padding = [0] * len(self.padding)
-        grads: list[Tensor] = torch.ops.aten.convolution_backward(
-            grad,
-            x,
-            weight,
-            [len(weight)],
-            *sizes,
-            False,
-            no_output_padding,
-            self.groups,
-            list(needs_grad),
-        )
-        return grads
-
-
-@final
-@dataclass(frozen=True)
-class BandEdge:
-    """The contribution of the halo on one side of a band to the output rows at that edge.
-
-    Ranges of rows and taps are `(start, length)`, as `Tensor.narrow` takes them.
-
-    Args:
-        settings: settings of the convolution, without padding along the rows.
-        taps: the kernel's taps that reach into the halo.
-        halo: the rows of this side in the tensor that holds both halos.
-        zeros: rows of zeros to add north and south of them, in place of the band.
-        reached_rows: the band's output rows that depend on the halo.
-        skipped_rows: leading rows of the halo's contribution that belong to another band, where
-            this one is narrower than the halo.
-    """
-
-    settings: ConvSettings
-    taps: tuple[int, int]
-    halo: tuple[int, int]
-    zeros: tuple[int, int]
-    reached_rows: tuple[int, int]
-    skipped_rows: int
-
-    def add(self, y: Tensor, halo: Tensor, weight: Tensor) -> None:
-        """Add the contribution of the halo to the convolved band `y`, in place."""
-        contribution = self.settings.convolve(self._rows_of(halo), self._taps_of(weight))
-        dim = self.settings.dim
-        y.narrow(dim, *self.reached_rows).add_(
-            contribution.narrow(dim, self.skipped_rows, self.reached_rows[1])
-        )
-
-    def gradients(
-        self, grad: Tensor, halo: Tensor, weight: Tensor, needs_grad: tuple[bool, bool]
-    ) -> tuple[Tensor, Tensor]:
-        """Return the gradients of this side's halo and taps, given that of the band's output."""
-        operands = (self._gradient_of_rows(grad), self._rows_of(halo), self._taps_of(weight))
-        grad_rows, grad_taps, _ = self.settings.gradients(*operands, (*needs_grad, False))
-        return grad_rows, grad_taps
-
-    def halo_part(self, grad_rows: Tensor) -> Tensor:
-        """Return a view of the first result of `gradients` without the added rows of zeros."""
-        return grad_rows.narrow(self.settings.dim, self.zeros[0], self.halo[1])
-
-    def add_weight_grad(self, total: Tensor, grad_taps: Tensor) -> None:
-        """Add the second result of `gradients` to the gradient of the weight, in place."""
-        self._taps_of(total).add_(grad_taps)
-
-    def _taps_of(self, weight: Tensor) -> Tensor:
-        return weight.narrow(self.settings.dim, *self.taps)
-
-    def _rows_of(self, halo: Tensor) -> Tensor:
-        dim = self.settings.dim
-        rows = pad_rows(halo.narrow(dim, *self.halo), dim, *self.zeros)
-        return rows.contiguous(memory_format=memory_format_of(halo))
-
-    def _gradient_of_rows(self, grad: Tensor) -> Tensor:
-        # The adjoint of `add`: zeros stand for the output rows that this band does not own.
-        dim = self.settings.dim
-        missing = self.halo[1] - self.reached_rows[1]
-        rows = grad.narrow(dim, *self.reached_rows)
-        rows = pad_rows(rows, dim, self.skipped_rows, missing - self.skipped_rows)
-        return rows.contiguous(memory_format=memory_format_of(grad))
-
-
-@lru_cache(4096)  # of a plan's layers
-def edges_of(settings: ConvSettings, rows: int, taps: int) -> tuple[BandEdge, BandEdge]:
-    """Return the northern and the southern edge of a band of `rows` rows.
-
-    The kernel has `taps` taps along the rows. `settings` pads by `width` rows on either side, as
-    far as the kernel reaches from its centre. The halo holds `width` rows from north of the band,
-    followed by `width` rows from south of it.
-    """
-    width = settings.padding[settings.dim]
-    taps_beyond = taps // 2
-    zeros = settings.dilation[settings.dim] * (taps_beyond - 1)
-    reached = min(width, rows)  # a narrow band has fewer rows than the halo reaches
-    unpadded = settings.without_row_padding()
-    north = BandEdge(
-        unpadded,
-        taps=(0, taps_beyond),
-        halo=(0, width),
-        zeros=(0, zeros),
-        reached_rows=(0, reached),
-        skipped_rows=0,
-    )
-    south = BandEdge(
-        unpadded,
-        taps=(taps - taps_beyond, taps_beyond),
-        halo=(width, width),
-        zeros=(zeros, 0),
-        reached_rows=(rows - reached, reached),
-        skipped_rows=width - reached,
-    )
-    return north, south
-
-
-@final
-@dataclass(frozen=True)
-class Halo:
-    """The rows next to a band: `exchange` fetches them, northern ones first.
-
-    Column padding is not sent: each rank pads the rows that it receives.
-    """
-
-    exchange: RowExchange
-    transport: Transport
-    column_padding: ColumnPadding
-    dim: int
-
-    @property
-    def is_wide(self) -> bool:
-        """Return whether either side has more rows than a band, the same on all ranks.
-
-        Kept for backward, such halos would take more memory than the bands.
-        """
-        bands = self.exchange.partition
-        return self.exchange.greatest_length * bands.ranks > 2 * bands.height
-
-    def fetch(self, padded: Tensor) -> Callable[[], Tensor]:
-        """Start to fetch the rows of the halo; return a function that waits for them."""
-        x = self.column_padding.unpad(padded)
-        finish = start_fetching(x, self.exchange, self.transport, self.dim)
-        # Autocast pads in float32 in some modes.
-        return lambda: self.column_padding.pad(finish()).to(padded.dtype)
-
-    def return_gradients(self, grad: Tensor) -> Callable[[Tensor], None]:
-        """Start to return the gradient of the halo to those who own its rows.
-
-        Returns a function that adds what others return to the gradient of the padded band.
-        """
-        grad = self.column_padding.gradients(grad)
-        finish = start_returning_gradients(grad, self.exchange, self.transport, self.dim)
-        return lambda grad_x: finish(self.column_padding.unpad(grad_x))
-
-    def zeros(self, padded: Tensor) -> Tensor:
-        """Return zeros in place of the rows."""
-        return empty_rows_like(padded, self.dim, self.exchange.length).zero_()
-
-    def is_blank(self, edge: BandEdge) -> bool:
-        """Return whether the halo on that side is zero: beyond a pole."""
-        return edge.halo in self.exchange.zero_ranges
 
 
 def convolve_band(
@@ -314,7 +107,7 @@ class _BandConv(torch.autograd.Function):
                 found.wait()
                 return found.assembly.join((padded, *known), padded, halo.dim)
 
-        y, rows = _convolve_with_halo(padded, weight, bias, settings, halo, finish)
+        y, rows = convolve_with_halo(padded, weight, bias, settings, halo, finish)
         if found is None:
             known = (rows,)
         # What a checkpointed module receives is kept anyway.
@@ -352,78 +145,10 @@ class _BandConv(torch.autograd.Function):
             grads_of_known[:] = found.assembly.gradients(halo_grad, ctx.lengths, halo.dim)
             return lambda _: None
 
-        grads = _band_gradients(
+        grads = band_gradients(
             grad, padded, weight, rows, needs_grad, settings, halo, return_gradients
         )
         return *grads, *(None,) * 3, *grads_of_known
-
-
-def _edges_with_rows(
-    padded: Tensor, weight: Tensor, settings: ConvSettings, halo: Halo
-) -> list[BandEdge]:
-    """Return the edges of a band that do not lie at a pole with zeros beyond it."""
-    north_and_south = edges_of(settings, padded.shape[halo.dim], weight.shape[halo.dim])
-    return [edge for edge in north_and_south if not halo.is_blank(edge)]
-
-
-def _convolve_with_halo(
-    padded: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    settings: ConvSettings,
-    halo: Halo,
-    finish: Callable[[], Tensor],
-) -> tuple[Tensor, Tensor]:
-    """Return the convolved band, and the rows of its halo, which `finish` returns.
-
-    Every rank has started the exchange, whichever edges it skips here: sends match receives.
-    """
-    y = settings.convolve(padded, weight, bias)  # while the halo travels
-    rows = finish()
-    for edge in _edges_with_rows(padded, weight, settings, halo):
-        edge.add(y, rows, weight)
-    return y, rows
-
-
-def _band_gradients(
-    grad: Tensor,
-    padded: Tensor,
-    weight: Tensor,
-    rows: Tensor | None,
-    needs_grad: tuple[bool, bool, bool],
-    settings: ConvSettings,
-    halo: Halo,
-    return_gradients: Callable[[Tensor], Callable[[Tensor], None]],
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Return the gradients of band, weight and bias where `needs_grad` is true.
-
-    `rows` are those of the halo; None if they were not kept. `return_gradients` starts to return
-    their gradient, and returns a function that completes the gradient of the band.
-    """
-    if rows is None:  # only the gradient of the weight needs the values
-        rows = halo.fetch(padded)() if needs_grad[1] else halo.zeros(padded)
-    # The edges come first: the halo's gradient is sent while that of the band is computed. The
-    # gradients of the taps are computed in the same call, as they concern a few rows only.
-    edge_gradients = [
-        (edge, *edge.gradients(grad, rows, weight, needs_grad[:2]))
-        for edge in _edges_with_rows(padded, weight, settings, halo)
-    ]
-    if needs_grad[0]:  # equal on all ranks, so that all send or none does
-        parts = [(edge.halo, edge.halo_part(of_rows)) for edge, of_rows, _ in edge_gradients]
-        if len(parts) == 2:
-            halo_grad = torch.cat([part for _, part in parts], halo.dim)
-        else:  # zeros beyond a pole, or beyond both
-            halo_grad = torch.zeros_like(rows)
-            for place, part in parts:
-                halo_grad.narrow(halo.dim, *place).copy_(part)
-        finish = return_gradients(halo_grad)
-    grad_x, grad_weight, grad_bias = settings.gradients(grad, padded, weight, needs_grad)
-    if needs_grad[1]:
-        for edge, _, grad_taps in edge_gradients:
-            edge.add_weight_grad(grad_weight, grad_taps)
-    if needs_grad[0]:  # add the gradients that neighbours computed for this band's rows
-        finish(grad_x)
-    return grad_x, grad_weight, grad_bias
 
 
 def _gradients_with_graph(
@@ -482,7 +207,7 @@ def convolve_band_operator(
     plan: CompiledConv = named_in_graphs(conv)
     halo = plan.halo(transport)
     memory_format = memory_format_of(padded)
-    y, rows = _convolve_with_halo(padded, weight, bias, plan.settings, halo, halo.fetch(padded))
+    y, rows = convolve_with_halo(padded, weight, bias, plan.settings, halo, halo.fetch(padded))
     kept = rows.new_empty(0) if halo.is_wide else rows.contiguous(memory_format=memory_format)
     return y.contiguous(memory_format=memory_format), kept
 
@@ -513,7 +238,7 @@ def _band_gradients_operator(
     needs = (needs_grad[0], needs_grad[1], needs_grad[2])
     kept = None if halo.is_wide else rows
     grad = grad.contiguous(memory_format=memory_format_of(padded))
-    grads = _band_gradients(
+    grads = band_gradients(
         grad, padded, weight, kept, needs, plan.settings, halo, halo.return_gradients
     )
     grad_x, grad_weight, grad_bias = (

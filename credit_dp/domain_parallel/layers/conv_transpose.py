@@ -1,18 +1,25 @@
 """Transposed convolutions on one band of rows.
 
-A band fetches the input rows whose kernel reaches its output rows, computes everything that these
-reach and crops it. Output rows that no input row reaches hold the bias only; they are added last.
+A band fetches the input rows whose kernel reaches its output rows; `bands/convolutions.py` says how
+these are computed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import final
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from credit_dp.domain_parallel.layers.base import Bands, pad_rows
+from credit_dp.domain_parallel.bands.convolutions import (
+    TransposedRows,
+    convolve_transposed,
+    transposed_rows,
+    transposed_span,
+)
+from credit_dp.domain_parallel.layers.base import Bands
 from credit_dp.domain_parallel.layers.conv import ConvLayer
 from credit_dp.domain_parallel.manager import DomainParallelManager
 from credit_dp.domain_parallel.partition import ROW_DIM
@@ -79,51 +86,20 @@ class _RowConvTranspose(ConvLayer):
         return int((height - 1) * self._stride + extra)
 
     def input_span(self, out: slice, height: int) -> tuple[int, int]:
-        """Return the input rows that reach the output rows `out`; at least one.
-
-        torch refuses a convolution without rows, so a row is fetched even if none reaches `out`.
-        """
-        first = -(-(out.start + self.north - self._kernel_extent + 1) // self._stride)
-        last = (out.stop - 1 + self.north) // self._stride
-        first = min(max(first, 0), height - 1)
-        return first, max(first, min(last, height - 1)) + 1
+        """Return the input rows that reach the output rows `out`; at least one."""
+        return transposed_span(self._windows, out, height)
 
     def compute(self, x: Tensor, bands: Bands) -> Tensor:
         """Return this rank's output rows."""
-        dim = self.row_dim
         out = bands.output.rows(self.manager.domain_rank)
-        first, last = self.input_span(out, bands.input.height)
-        # The fetched rows reach the output rows from `reached_start` to `reached_stop - 1`; from
-        # `start` to `stop - 1` these belong to this rank.
-        reached_start = first * self._stride - self.north
-        reached_stop = (last - 1) * self._stride - self.north + self._kernel_extent
-        start = min(max(out.start, reached_start), out.stop)
-        stop = max(min(out.stop, reached_stop), start)
-        north = start - out.start
-        south = out.stop - stop
-        # Rows to crop. If nothing reaches this band, they are all that the fetched row reaches.
-        above = min(max(0, start - reached_start), reached_stop - reached_start)
-        below = reached_stop - reached_start - above - (stop - start)
-        # torch crops as many rows at both ends by `padding`, which costs nothing, and keeps more of
-        # them at the south by `output_padding`, which has to be less than the stride.
-        padding, more = 0, 0
-        if start < stop:
-            more = above - below if 0 < above - below < self._stride else 0
-            padding = min(above, below + more)
+        cut = transposed_rows(self._windows, out.start, out.stop, bands.input.height)
         rows = self.fetch(x, bands)
-        bias: Tensor | None = self.bias
-        y = self._convolve(rows, None if north + south else bias, padding, more)
-        y = pad_rows(y, dim, north + padding - above, south + padding - more - below)
-        if not north + south:
-            return y
-        # The rows that nothing reaches are the bias, which is therefore added after padding.
-        if bias is None:
-            return y
-        return y + bias.to(y.dtype).reshape(-1, *(1,) * len(self.conv.kernel_size))
+        convolve = partial(self._convolve, rows, cut=cut)
+        return convolve_transposed(
+            convolve, self.bias, cut, self.row_dim, len(self.conv.kernel_size)
+        )
 
-    def _convolve(
-        self, rows: Tensor, bias: Tensor | None, padding: int, output_padding: int
-    ) -> Tensor:
+    def _convolve(self, rows: Tensor, bias: Tensor | None, cut: TransposedRows) -> Tensor:
         """Return the transposed convolution with this padding and output padding along the rows."""
         conv = self.conv
         dim = self.row_dim
@@ -132,8 +108,8 @@ class _RowConvTranspose(ConvLayer):
             self.weight,
             bias,
             conv.stride,
-            _along_rows(conv.padding, dim, padding),
-            _along_rows(conv.output_padding, dim, output_padding),
+            _along_rows(conv.padding, dim, cut.padding),
+            _along_rows(conv.output_padding, dim, cut.output_padding),
             conv.groups,
             conv.dilation,
         )

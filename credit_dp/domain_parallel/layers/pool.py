@@ -14,6 +14,14 @@ import torch
 from torch import Tensor, nn
 
 from credit_dp.constants import cached_constant
+from credit_dp.domain_parallel.bands.pooling import (
+    count_factors,
+    first_maximum,
+    global_flat_indices,
+    has_wrong_gradient,
+    maximum_gradient,
+)
+from credit_dp.domain_parallel.bands.rows import Windows
 from credit_dp.domain_parallel.halo_exchange import memory_format_of
 from credit_dp.domain_parallel.layers.base import Bands, ConstantFillLayer, RowLayer, StencilLayer
 from credit_dp.domain_parallel.layers.norm import ReductionLayer, accumulation_dtype, sum_over_bands
@@ -98,34 +106,17 @@ class PoolLayer(SpatialPool, StencilLayer):
         return self.setting("padding")[self.dim]
 
     @property
-    def _kernel_extent(self) -> int:
-        """Rows that the kernel spans."""
-        return self._kernel
+    def _windows(self) -> Windows:
+        """The rows of each output row."""
+        return Windows(self._kernel, self._stride, self._padding)
 
     def out_height(self, height: int, *others: Tensor) -> int:
-        """Return the global output height.
-
-        In ceil mode the last window may reach beyond the southern padding, but has to start on the
-        globe or in the northern padding, as in torch.
-        """
-        spare = height + 2 * self._padding - self._kernel_extent
-        if not self.ceil_mode:
-            return spare // self._stride + 1
-        last = -(-spare // self._stride)
-        return last + 1 if last * self._stride < height + self._padding else last
+        """Return the global output height."""
+        return self._windows.out_height(height, self._padding, self.ceil_mode)
 
     def input_span(self, out: slice, height: int) -> tuple[int, int]:
         """Return the rows of the windows, padding included."""
-        first = out.start * self._stride - self._padding
-        return first, (out.stop - 1) * self._stride - self._padding + self._kernel_extent
-
-
-def has_wrong_gradient(x: Tensor) -> bool:
-    """Return whether torch's gradient of a padded average of `(B, C, H, W)` is wrong.
-
-    torch's kernel for channels last on GPUs is wrong, which was seen with torch 2.11.
-    """
-    return x.is_cuda and x.stride(1) == 1
+        return self._windows.span(out)
 
 
 class _AveragePool(PoolLayer, ABC):
@@ -158,24 +149,19 @@ class _AveragePool(PoolLayer, ABC):
 
     def _rescale_by_count(self, means: Tensor, bands: Bands) -> Tensor:
         """Return the means, divided by the rows that count instead of all rows of the kernel."""
-        height = bands.input.height
-        kernel = self._kernel
-        # torch's pool has divided by all rows of the kernel, as it can't know which fetched rows
-        # are padding. The counts are those of the whole globe, so all ranks decide alike.
-        counts = [self._counted_rows(i, height) for i in range(bands.output.height)]
-        if self._divisor is not None or set(counts) == {kernel}:
+        if self._divisor is not None:
             return means
-        local_counts = counts[bands.output.rows(self.manager.domain_rank)]
-        ratios = tuple(kernel / count if count > 0 else 0.0 for count in local_counts)
-        factors = cached_constant(list, ratios, means.device, means.dtype)
-        return means * factors.view(-1, *[1] * (-self.dim - 1))
-
-    def _counted_rows(self, out: int, height: int) -> int:
-        """Return the number of rows that count in the window of one output row."""
-        first, stop = self.input_span(slice(out, out + 1), height)
-        if self._counts_padding:
-            return min(stop, height + self._padding) - first
-        return min(stop, height) - max(first, 0)
+        factors = count_factors(
+            self._windows,
+            bands.output.rows(self.manager.domain_rank),
+            bands.output.height,
+            bands.input.height,
+            self._counts_padding,
+        )
+        if factors is None:
+            return means
+        constant = cached_constant(list, factors, means.device, means.dtype)
+        return means * constant.view(-1, *[1] * (-self.dim - 1))
 
 
 @final
@@ -242,22 +228,6 @@ class DomainParallelPowerPool(_AveragePool):
         return powers.pow(1 / self.norm_type)
 
 
-def global_flat_indices(indices: Tensor, rows: Tensor, columns: int, height: int) -> Tensor:
-    """Return flat indices into a channel of the globe, given those into fetched rows.
-
-    Both count in row-major order.
-
-    Args:
-        indices: flat indices into a channel of the fetched rows.
-        rows: the global row of each fetched row.
-        columns: entries of a row; 1 if rows are the last dimension.
-        height: rows of the globe.
-    """
-    level = indices // (len(rows) * columns)
-    row = rows[indices // columns % len(rows)]
-    return (level * height + row) * columns + indices % columns
-
-
 @final
 class _MaxPool(torch.autograd.Function):
     """Max pooling in two or three dimensions that keeps the indices only.
@@ -271,17 +241,14 @@ class _MaxPool(torch.autograd.Function):
         pool = getattr(nn.functional, f"max_pool{ndim}d")
         maxima, indices = pool(rows, *settings, return_indices=True)
         ctx.save_for_backward(indices)
-        ctx.ndim, ctx.settings = ndim, settings
+        ctx.settings = settings
         ctx.rows_like = rows.shape, memory_format_of(rows)
         return maxima  # type: ignore[no-any-return]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         (indices,) = ctx.saved_tensors
-        shape, memory_format = ctx.rows_like
-        rows = torch.empty(shape, dtype=grad.dtype, device=grad.device, memory_format=memory_format)
-        backward = getattr(torch.ops.aten, f"max_pool{ctx.ndim}d_with_indices_backward")
-        return backward(grad, rows, *ctx.settings, indices), None, None
+        return maximum_gradient(grad, indices, ctx.rows_like, ctx.settings), None, None
 
 
 @final
@@ -297,8 +264,9 @@ class DomainParallelMaxPool(PoolLayer, ConstantFillLayer):
     """
 
     @property
-    def _kernel_extent(self) -> int:
-        return self.setting("dilation")[self.dim] * (self._kernel - 1) + 1
+    def _windows(self) -> Windows:
+        dilation = self.setting("dilation")[self.dim]
+        return Windows(self._kernel, self._stride, self._padding, dilation)
 
     def compute(self, x: Tensor, bands: Bands) -> Tensor | tuple[Tensor, Tensor]:
         """Return this rank's output rows."""
@@ -420,20 +388,11 @@ class _FirstMax(torch.autograd.Function):
     def forward(
         ctx: Any, maxima: Tensor, indices: Tensor, transport: Transport
     ) -> tuple[Tensor, Tensor]:
-        # One collective for both: float64 holds indices up to 2**53 and all values exactly. A band
-        # with NaN competes with its index, so that NaN wins as in torch.
-        all_maxima, all_indices = transport.all_gather(
-            torch.stack([maxima.double(), indices.double()])
-        ).unbind(1)
-        maximum = all_maxima.amax(0)
-        first = torch.where(
-            (all_maxima == maximum) | all_maxima.isnan(), all_indices, torch.inf
-        ).amin(0)
+        maximum, first = first_maximum(maxima, indices, transport)
         ctx.save_for_backward(indices == first)
         ctx.transport = transport
-        indices = first.long()
-        ctx.mark_non_differentiable(indices)
-        return maximum.to(maxima.dtype), indices
+        ctx.mark_non_differentiable(first)
+        return maximum, first
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor, None, None]:

@@ -22,15 +22,17 @@ from credit_dp.domain_parallel.bands.interpolation import (
     interpolation_table_of,
     select_rows,
 )
+from credit_dp.domain_parallel.bands.pooling import (
+    adaptive_span,
+    adaptive_window_rows,
+    global_flat_indices,
+)
+from credit_dp.domain_parallel.bands.rows import pad_rows
 from credit_dp.domain_parallel.exchange import RowRange
 from credit_dp.domain_parallel.halo_exchange import memory_format_of
-from credit_dp.domain_parallel.layers.base import Bands, RowLayer, StencilLayer, pad_rows
+from credit_dp.domain_parallel.layers.base import Bands, RowLayer, StencilLayer
 from credit_dp.domain_parallel.layers.pad import column_padding_of
-from credit_dp.domain_parallel.layers.pool import (
-    SpatialPool,
-    global_flat_indices,
-    output_size_along,
-)
+from credit_dp.domain_parallel.layers.pool import SpatialPool, output_size_along
 from credit_dp.domain_parallel.manager import DomainParallelManager
 from credit_dp.domain_parallel.partition import ROW_DIM
 from credit_dp.errors import UserError
@@ -492,26 +494,13 @@ class DomainParallelAdaptiveMaxPool(_AdaptivePool, StencilLayer):
 
     def input_span(self, out: slice, height: int) -> tuple[int, int]:
         """Return the rows of the windows."""
-        out_height = self._output_height(height)
-        return out.start * height // out_height, -(-out.stop * height // out_height)
-
-    def _window_rows(self, bands: Bands) -> list[int]:
-        """Return the rows of this rank's windows, one window after the other, of equal length.
-
-        Shorter windows repeat their last row, which does not change a maximum. torch's pool on the
-        rearranged rows then has exactly these windows.
-        """
-        height = bands.input.height
-        out = bands.output.rows(self.manager.domain_rank)
-        spans = [self.input_span(slice(i, i + 1), height) for i in range(bands.output.height)]
-        longest = max(stop - first for first, stop in spans)
-        return [min(first + k, stop - 1) for first, stop in spans[out] for k in range(longest)]
+        return adaptive_span(out, self._output_height(height), height)
 
     def compute(self, x: Tensor, bands: Bands) -> Tensor | tuple[Tensor, Tensor]:
         """Return this rank's output rows."""
         height = bands.input.height
         out = bands.output.rows(self.manager.domain_rank)
-        indices = tuple(self._window_rows(bands))
+        indices = adaptive_window_rows(out, bands.output.height, height)
         window_rows = cached_constant(list, indices, x.device, torch.int64)
         rows = self.fetch(x, bands)
         if height % bands.output.height:  # else the windows do not overlap

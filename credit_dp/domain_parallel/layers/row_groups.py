@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from credit_dp.constants import cached_constant
+from credit_dp.domain_parallel.bands.rows import pad_rows
 from credit_dp.domain_parallel.exchange import RowExchange, RowRange
 from credit_dp.domain_parallel.halo_exchange import fetch_rows
-from credit_dp.domain_parallel.layers.base import Bands, RowLayer, pad_rows
+from credit_dp.domain_parallel.layers.base import Bands, RowLayer
 from credit_dp.domain_parallel.manager import DomainParallelManager
 from credit_dp.domain_parallel.partition import RowPartition
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from credit_dp.domain_parallel.bands.padding import extended_bounds, padded_rows, rolled_rows
+from credit_dp.domain_parallel.bands.rows import fill_beyond_poles
 from credit_dp.domain_parallel.exchange import RowRange
-from credit_dp.domain_parallel.layers.base import fill_beyond_poles
 from credit_dp.domain_parallel.layers.pad import MODES
 from credit_dp.domain_parallel.partition import RowPartition
 from credit_dp.domain_parallel.view.function_rules import (

@@ -33,7 +33,7 @@ from credit_dp.data.statistics import Statistics
 from credit_dp.data.store import Store
 from credit_dp.data.units import GRAVITY, WATER, is_accumulated, is_nonnegative
 from credit_dp.domain_parallel import DomainParallelManager
-from credit_dp.domain_parallel.layers.norm import sum_over_bands
+from credit_dp.domain_parallel.bands.reductions import sum_over_bands
 from credit_dp.domain_parallel.recomputation import (
     RecomputationCounter,
     SavedTensors,

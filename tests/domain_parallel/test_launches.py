@@ -18,11 +18,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from credit_dp.cli.compose import Composer
 from credit_dp.costs.budget import model_and_shape
 from credit_dp.domain_parallel import DomainParallelGroupNorm
+from credit_dp.domain_parallel.bands import group_norm
 from credit_dp.domain_parallel.build import declared_converters, shard_model
 from credit_dp.domain_parallel.count_transport import CountingTransport
 from credit_dp.domain_parallel.decide import plan_report
 from credit_dp.domain_parallel.dry_run import row_layers
-from credit_dp.domain_parallel.layers import group_norm
 from credit_dp.domain_parallel.manager import DomainParallelManager
 from credit_dp.domain_parallel.planning.trace import launches_kernel, tensor_leaves
 from credit_dp.domain_parallel.recomputation import checkpoint_modules

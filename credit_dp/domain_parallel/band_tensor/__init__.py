@@ -12,6 +12,7 @@ No model computes on it yet, but in tests.
 | `views` | views and joins |
 | `convolutions`, `pooling` | operators with halos |
 | `interpolation` | interpolation, adaptive averages, pixel shuffles, samples of grids |
+| `reductions`, `norms`, `losses` | operators with moments and sums of the whole globe |
 | `padding` | padding, rolls, flips and windows of rows |
 | `fetched` | rows of other bands, fetched once for all that read them |
 | `boundary` | where a model begins and ends |

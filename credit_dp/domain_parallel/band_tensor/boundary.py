@@ -12,9 +12,12 @@ from torch import Tensor, nn
 from credit_dp.domain_parallel.band_tensor import (  # noqa: F401
     convolutions,
     interpolation,
+    losses,
+    norms,
     padding,
     pointwise,
     pooling,
+    reductions,
     views,
 )
 from credit_dp.domain_parallel.band_tensor.moving import cut, refresh, with_rows
@@ -58,7 +61,9 @@ class Leave(torch.autograd.Function):
         """Return the local tensor in memory of its own: the model may have saved what it holds."""
         ctx.rows, ctx.domain = rows, domain
         local = with_rows(x, rows, domain)
-        is_shared = local is x or (type(x) is BandTensor and local is x.local)
+        is_shared = local is x or (
+            type(x) is BandTensor and (local is x.local or x.rows is PARTIAL)
+        )
         return local.clone() if is_shared else local
 
     @staticmethod

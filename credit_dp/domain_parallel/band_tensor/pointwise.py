@@ -29,6 +29,7 @@ from credit_dp.domain_parallel.band_tensor.tensor import (
 )
 
 aten = torch.ops.aten
+META = torch.device("meta")
 # Of sums of ranks' parts these are the sums of what they are of the parts.
 PRODUCTS = {aten.mul.Tensor, aten.div.Tensor, aten.mul.Scalar, aten.div.Scalar}
 SUMS = {aten.add.Tensor, aten.sub.Tensor}
@@ -103,6 +104,7 @@ def _is_partial(func: Any, tensors: list[Tensor]) -> bool:
 def common_rows(tensors: list[Tensor]) -> Rows:
     """Return in which bands tensors are combined that broadcast with each other."""
     found: Band | None = None
+    size = -1
     for x in tensors:
         if type(x) is not BandTensor or not isinstance(x.rows, Band):
             continue
@@ -111,8 +113,9 @@ def common_rows(tensors: list[Tensor]) -> Rows:
             y.ndim >= -x.rows.dim and y.shape[x.rows.dim] > 1 for y in tensors
         ):
             continue
-        # In the order of arguments: the first has its rows where the result has them.
-        found = found or x.rows
+        # That of the largest one, which would cost most to move; of equal ones the first.
+        if x.numel() > size:
+            found, size = x.rows, x.numel()
     return WHOLE if found is None else found
 
 
@@ -139,7 +142,7 @@ def pointwise_in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
     return x
 
 
-rule_for("copy_", "fill_", "zero_")(pointwise_in_place)
+rule_for("copy_", "fill_", "zero_", "masked_fill_")(pointwise_in_place)
 
 
 @rule_for("clone", "_to_copy", "alias", "detach", "lift_fresh_copy")
@@ -147,7 +150,11 @@ def copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Copy what a rank holds, or view it."""
     x = args[0]
     refresh(x)
-    if x.rows is PARTIAL and kwargs.get("dtype"):  # integers of parts add up to others
+    if kwargs.get("device") == META:  # for its shape alone, as torch does with zeros of autograd
+        return torch.empty(x.shape, dtype=kwargs.get("dtype") or x.dtype, device=META)
+    dtype = kwargs.get("dtype")
+    # Integers of parts add up to others, and so do parts that are rounded.
+    if x.rows is PARTIAL and dtype and torch.promote_types(x.dtype, dtype) != dtype:
         return Part(func(whole(x), **kwargs), WHOLE)
     return Part(func(x.local, **kwargs), x.rows)
 

@@ -104,6 +104,8 @@ class Domain:
         whole_calls: how often each operator gathered bands and ran whole.
         recorder: of a run without data.
         uncounted: addresses of memory that may be written to without torch's count of it.
+        reduced: the bands of tensors that were reduced over rows, by shape: their gradients have
+            that shape, and get these bands.
     """
 
     def __init__(self, manager: DomainParallelManager) -> None:
@@ -113,6 +115,7 @@ class Domain:
         self.whole_calls: Counter[str] = Counter()
         self.recorder: CallRecorder | None = None
         self.uncounted: set[int] = set()
+        self.reduced: dict[tuple[int, ...], Band] = {}
 
     @property
     def transport(self) -> Transport:
@@ -197,6 +200,7 @@ class BandTensor(Tensor):
         fetched: rows of other bands that operators have fetched, for the next one that reads it.
         unsent: of a gradient, parts of it that other ranks have to add to their bands. They are
             sent when its bands are read: gradients that are added up before are sent as one.
+        summed: of parts, their sum and after which write it was taken.
     """
 
     local: Tensor
@@ -207,6 +211,7 @@ class BandTensor(Tensor):
     described: Described | None
     fetched: FetchedRows | None
     unsent: Unsent
+    summed: tuple[int, Tensor] | None
     # The rule of an operator that has none of its own; set by `rules`, which needs this class.
     find_rule: ClassVar[Callable[[Any], Rule]]
 
@@ -248,7 +253,7 @@ class BandTensor(Tensor):
         )
         x.local, x.rows, x.domain = local, rows, domain
         x.origin, x.seen_version, x.described = None, 0, None
-        x.fetched, x.unsent = None, ()
+        x.fetched, x.unsent, x.summed = None, (), None
         return x
 
     @classmethod
@@ -278,7 +283,7 @@ class BandTensor(Tensor):
         DATA.__set__(self, x)
         assert isinstance(x, BandTensor)
         self.local, self.rows, self.origin, self.described = x.local, x.rows, None, None
-        self.fetched, self.unsent = None, x.unsent
+        self.fetched, self.unsent, self.summed = None, x.unsent, None
 
     # What reads memory past the dispatcher.
     def numpy(self, *, force: bool = False) -> Any:

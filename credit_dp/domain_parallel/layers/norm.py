@@ -1,28 +1,33 @@
 """Batch, instance, layer and root-mean-square norms with the statistics of the whole globe.
 
-Forward: each rank computes the moments of its band, one collective gathers them, and every rank
-combines them in the same way (`mean_and_variance`, `mean_square`). Backward: the output also
-depends on `x` through the moments, so the sums that this term needs go through one more collective
-(`_Normalise`). `ReductionLayer` serves all layers that reduce over rows.
+Each rank computes by `bands.norms`. `ReductionLayer` serves all layers that reduce over rows.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from math import prod
-from typing import Any, NamedTuple, final, get_args
+from typing import Any, final, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from credit_dp.constants import cached_constant
+from credit_dp.domain_parallel.bands.norms import (
+    GlobalReduction,
+    Moments,
+    mean_and_variance,
+    mean_square,
+    norm_backward,
+    norm_forward,
+    summed_to,
+    update_running_statistics,
+)
+from credit_dp.domain_parallel.bands.reductions import accumulation_dtype, sum_over_bands
 from credit_dp.domain_parallel.exchange import RowRange
 from credit_dp.domain_parallel.halo_exchange import gradients_need_graph, gradients_with_graph
 from credit_dp.domain_parallel.layers.base import Bands, RowLayer
 from credit_dp.domain_parallel.manager import DomainParallelManager
 from credit_dp.domain_parallel.planned_run import active_planner
-from credit_dp.domain_parallel.transport import Transport
 from credit_dp.errors import UserError
 from credit_dp.torch_private import AUTOCAST_WIDENS_RMS_NORM
 
@@ -56,13 +61,6 @@ class ReductionLayer(RowLayer):
         """Return this band's output, with statistics of all bands; a collective."""
 
 
-def accumulation_dtype(x: Tensor) -> torch.dtype:
-    """Return the dtype to reduce in: at least float32, as in torch."""
-    # Not by `promote_types`, which is an operation to a plan.
-    is_narrow = x.is_floating_point() and x.dtype != torch.float64
-    return torch.float32 if is_narrow else x.dtype
-
-
 def cast_for_autocast(x: Tensor) -> Tensor:
     """Return `x` in the dtype in which autocast runs sums, softmax and layer norm.
 
@@ -77,132 +75,6 @@ def cast_for_autocast(x: Tensor) -> Tensor:
 def cast_for_rms_norm(x: Tensor) -> Tensor:
     """Return `x` in the dtype in which autocast runs RMS norms with this version of torch."""
     return cast_for_autocast(x) if AUTOCAST_WIDENS_RMS_NORM else x
-
-
-def sum_over_bands(part: Tensor, transport: Transport) -> Tensor:
-    """Return the sum of all ranks' `part` on every rank; a differentiable collective."""
-    if torch.compiler.is_dynamo_compiling():  # differentiable by itself
-        return transport.all_reduce(part)
-    return _SumOverBands.apply(part, transport)  # type: ignore[no-any-return, no-untyped-call]
-
-
-@final
-class _SumOverBands(torch.autograd.Function):
-    """All-reduce whose backward is an all-reduce, too.
-
-    The sum is replicated: each rank's loss depends on it, so the gradient of a part is the sum of
-    the gradients that all ranks have for the sum.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, part: Tensor, transport: Transport) -> Tensor:
-        ctx.transport = transport
-        return transport.all_reduce(part.contiguous())
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        if gradients_need_graph():
-            return sum_over_bands(grad, ctx.transport), None
-        return ctx.transport.all_reduce(grad.contiguous()), None
-
-
-def row_shares(rows: tuple[int, ...]) -> list[float]:
-    """Return the share of each rank's rows in all rows."""
-    return [count / sum(rows) for count in rows]
-
-
-class GlobalReduction(NamedTuple):
-    """A reduction of all bands over the negative dimensions `dims`, which include `row_dim`.
-
-    `rows` is the number of rows of each rank. With `groups` the moments are those of groups of
-    channels, and `dims` and moments belong to the view that `by_group` returns.
-    """
-
-    dims: tuple[int, ...]
-    row_dim: int
-    rows: tuple[int, ...]
-    transport: Transport
-    groups: int | None = None
-
-    def by_group(self, x: Tensor) -> Tensor:
-        """Return `(B, C, ...)` as `(B, groups, C / groups, ...)`, if there are groups."""
-        if self.groups is None:
-            return x
-        samples, channels, *sizes = x.shape
-        return x.view(samples, self.groups, channels // self.groups, *sizes)
-
-    def ungroup(self, by_group: Tensor) -> Tensor:
-        """Return `(B, C, ...)` of what `by_group` has returned."""
-        return by_group if self.groups is None else by_group.flatten(1, 2)
-
-    def count(self, x: Tensor) -> int:
-        """Return the number of entries of the globe in each moment."""
-        # A list, as torch's compiler can't pass a generator to `prod`.
-        area = prod([x.shape[dim] for dim in self.dims if dim != self.row_dim])
-        return area * sum(self.rows)
-
-
-# Mean (None means 0) and variance about it, with size 1 in every reduced dimension.
-Moments = tuple[Tensor | None, Tensor]
-
-
-@torch.no_grad()
-def mean_and_variance(x: Tensor, reduction: GlobalReduction) -> tuple[Tensor, Tensor]:
-    """Return mean and variance of the globe; a collective.
-
-    E[x^2] - E[x]^2 would cancel where the mean is large, as for geopotential or temperature.
-
-    Source: Chan, Golub & LeVeque 1983, eq. 2.1, for any number of parts.
-    """
-    x = reduction.by_group(x)
-    mean = x.mean(reduction.dims, True, dtype=accumulation_dtype(x))
-    centered = x - mean
-    # On CPUs torch sums entries one after the other if channels are last, or in compiled code. Then
-    # the mean has a rounding error, which is the mean of what is centered.
-    if x.is_cpu and (torch.compiler.is_dynamo_compiling() or not x.is_contiguous()):
-        error = centered.mean(reduction.dims, True)
-        mean = mean + error
-        centered -= error
-    variance = centered.square_().mean(reduction.dims, True)
-    # One message for both moments. All ranks combine the same numbers in the same order, so their
-    # results are equal bit by bit.
-    parts = reduction.transport.all_gather(torch.stack([mean, variance]))
-    return combine_moments(parts, reduction.rows)
-
-
-def combine_moments(parts: Tensor, sizes: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """Return mean and variance of N parts `(N, 2, ...)`, weighted by their sizes.
-
-    Source: Chan, Golub & LeVeque 1983, eq. 2.1, for any number of parts.
-    """
-    # Differences from the first mean keep the digits of a large mean, and return equal means
-    # without rounding.
-    if len(sizes) == 2:  # in half as many operations
-        first, second = parts.unbind()
-        share = sizes[1] / sum(sizes)
-        mean, variance = torch.lerp(first, second, share).unbind()
-        difference = (second - first)[0]
-        return mean, variance.addcmul_(difference, difference, value=share * (1 - share))
-    means, variances = parts.unbind(1)
-    shares = _shares_like(means, sizes)
-    first = means[0]
-    mean = first + (shares * (means - first)).sum(0)
-    difference = means - mean
-    return mean, (shares * torch.addcmul(variances, difference, difference)).sum(0)
-
-
-@torch.no_grad()
-def mean_square(x: Tensor, reduction: GlobalReduction) -> Moments:
-    """Return the mean square of the globe, without a mean; a collective."""
-    part = x.to(accumulation_dtype(x)).square().mean(reduction.dims, True)
-    parts = reduction.transport.all_gather(part)
-    return None, (_shares_like(parts, reduction.rows) * parts).sum(0)
-
-
-def _shares_like(parts: Tensor, sizes: tuple[int, ...]) -> Tensor:
-    """Return the share of each part in the sum of all sizes, to multiply `parts` with."""
-    shares = cached_constant(row_shares, sizes, parts.device, parts.dtype)
-    return shares.view(-1, *(1,) * (parts.ndim - 1))
 
 
 def normalise(
@@ -249,82 +121,37 @@ class _Normalise(torch.autograd.Function):
         ctx.reduction = reduction
         ctx.eps = eps
         ctx.parameter_shape = parameter_shape
-        ctx.bias_like = None if bias is None else (bias.shape, bias.dtype)
-        # Whether the parameters are the same in all entries of a moment, on all ranks.
-        ctx.is_uniform = parameter_shape is not None and all(
-            [parameter_shape[d] == 1 for d in reduction.dims if -d <= len(parameter_shape)]
-        )
-        y = _standardise(reduction.by_group(x), mean, rstd)
-        if weight is not None:
-            y = y.mul_(_reshaped(weight, parameter_shape))
-        if bias is not None:
-            y = y.add_(_reshaped(bias, parameter_shape))
-        # Autograd forbids writes to a view that a function returns; a detached one may be changed.
-        return reduction.ungroup(y).detach().to(x.dtype)
+        ctx.likes = [None if p is None else (p.shape, p.dtype) for p in (weight, bias)]
+        return norm_forward(x, (mean, rstd), weight, bias, reduction, parameter_shape)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, mean, rstd = ctx.saved_tensors
         reduction: GlobalReduction = ctx.reduction
         shape = ctx.parameter_shape
-        needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        grad = grad.to(rstd.dtype)
-        by_group = reduction.by_group(grad)
-        grad_x = grad_weight = grad_bias = None
+        needs = ctx.needs_input_grad[:3]
         if gradients_need_graph():
 
             def scaled_standard(x: Tensor, weight: Tensor | None) -> Tensor:
                 y = differentiable_standard(x, mean is not None, ctx.eps, reduction)
-                y = y if weight is None else y * _reshaped(weight, shape)
+                y = y if weight is None else y * (weight if shape is None else weight.view(shape))
                 return reduction.ungroup(y)
 
-            grad_x, grad_weight = gradients_with_graph(
-                scaled_standard, (x, weight), (needs_x, needs_weight), grad
-            )
-            if needs_bias:
-                grad_bias = _summed_to(by_group, shape, *ctx.bias_like)
-            return grad_x, grad_weight, grad_bias, *(None,) * 5
-        standard = _standardise(reduction.by_group(x), mean, rstd)
-        product = by_group * standard
-        parts = [product, by_group]
-        if ctx.is_uniform:  # then parameters and moments need the same sums
-            parts = [part.sum(reduction.dims, True) for part in parts]
+            grads = gradients_with_graph(scaled_standard, (x, weight), needs[:2], grad)
+            if needs[2]:
+                by_group = reduction.by_group(grad.to(rstd.dtype))
+                grads.append(_like(summed_to(by_group, shape or ctx.likes[1][0]), ctx.likes[1]))
+            return *grads, *(None,) * (8 - len(grads))
         # Gradients of parameters are this band's share; the trainer sums them over the domain.
-        if needs_weight:
-            grad_weight = _summed_to(parts[0], shape, weight.shape, weight.dtype)
-        if needs_bias:
-            grad_bias = _summed_to(parts[1], shape, *ctx.bias_like)
-        if needs_x:  # the same on every rank, as the input's gradient is a collective
-            scale = rstd
-            if weight is not None and ctx.is_uniform:  # it may be multiplied last
-                scale = rstd * _reshaped(weight, shape)
-            elif weight is not None:
-                by_group = by_group * _reshaped(weight, shape)
-                product = by_group * standard
-                parts = [product, by_group]
-            # With `g` the scaled gradient and `s` the standardised input, both over N entries of
-            # the globe: `g - s * sum(g * s) / N - sum(g) / N`, the last term only if the mean was
-            # subtracted. One all-reduce for both sums, which cover all bands.
-            parts = [part.sum_to_size(rstd.shape) for part in parts[: 1 if mean is None else 2]]
-            totals = reduction.transport.all_reduce(torch.stack(parts)) / reduction.count(by_group)
-            grad_x = torch.addcmul(by_group, standard, totals[0], value=-1, out=product)
-            if mean is not None:
-                grad_x.sub_(totals[1])
-            grad_x = reduction.ungroup(grad_x.mul_(scale)).to(x.dtype)
-        return grad_x, grad_weight, grad_bias, *(None,) * 5
+        # That of the input is a collective, and needed on every rank or on none.
+        moments = (mean, rstd)
+        grad_x, *grads = norm_backward(grad, x, moments, weight, reduction, shape, needs=needs)
+        return grad_x, *map(_like, grads, ctx.likes), *(None,) * 5
 
 
-def _reshaped(parameter: Tensor, shape: tuple[int, ...] | None) -> Tensor:
-    return parameter if shape is None else parameter.view(shape)
-
-
-def _summed_to(
-    grad: Tensor, shape: tuple[int, ...] | None, parameter_shape: torch.Size, dtype: torch.dtype
-) -> Tensor:
-    """Return the sum of gradients over all entries that have the same entry of a parameter."""
-    shape = shape or parameter_shape
-    leading = (1,) * (grad.ndim - len(shape))  # else it adds up dimensions of size one, too
-    return grad.sum_to_size(*leading, *shape).view(parameter_shape).to(dtype)
+def _like(grad: Tensor | None, like: tuple[torch.Size, torch.dtype]) -> Tensor | None:
+    """Return a gradient in the shape and the dtype of its parameter."""
+    return None if grad is None else grad.view(like[0]).to(like[1])
 
 
 def differentiable_standard(
@@ -344,10 +171,6 @@ def differentiable_standard(
     if centred:
         x = x - mean_of(x)
     return x * (mean_of(x.square()) + eps).rsqrt()
-
-
-def _standardise(x: Tensor, mean: Tensor | None, rstd: Tensor) -> Tensor:
-    return x * rstd if mean is None else (x - mean).mul_(rstd)
 
 
 BatchNorm = nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d
@@ -430,25 +253,6 @@ class DomainParallelBatchNorm(ReductionLayer):
         if momentum is None:
             momentum = self.num_batches_tracked.to(self.running_mean.dtype).reciprocal()
         update_running_statistics((self.running_mean, self.running_var), moments, count, momentum)
-
-
-@torch.no_grad()
-def update_running_statistics(
-    running: tuple[Tensor, Tensor],
-    moments: tuple[Tensor, Tensor],
-    count: int,
-    momentum: float | Tensor,
-) -> None:
-    """Move running mean and variance towards `moments`, averaged over samples, in place.
-
-    `count` is the number of entries in each moment.
-    """
-    mean, variance = moments
-    # As in torch, the running variance is the unbiased one.
-    for statistic, moment in zip(running, (mean, variance * (count / (count - 1))), strict=True):
-        of_samples = moment.reshape(-1, *statistic.shape)
-        average = of_samples[0] if of_samples.shape[0] == 1 else of_samples.mean(0)
-        statistic.mul_(1 - momentum).add_(average.to(statistic.dtype) * momentum)
 
 
 InstanceNorm = nn.InstanceNorm1d | nn.InstanceNorm2d | nn.InstanceNorm3d

@@ -21,10 +21,11 @@ from credit_dp.domain_parallel.bands.pooling import (
     has_wrong_gradient,
     maximum_gradient,
 )
+from credit_dp.domain_parallel.bands.reductions import accumulation_dtype, sum_over_bands
 from credit_dp.domain_parallel.bands.rows import Windows
 from credit_dp.domain_parallel.halo_exchange import memory_format_of
 from credit_dp.domain_parallel.layers.base import Bands, ConstantFillLayer, RowLayer, StencilLayer
-from credit_dp.domain_parallel.layers.norm import ReductionLayer, accumulation_dtype, sum_over_bands
+from credit_dp.domain_parallel.layers.norm import ReductionLayer
 from credit_dp.domain_parallel.manager import DomainParallelManager
 from credit_dp.domain_parallel.partition import ROW_DIM, RowPartition
 from credit_dp.domain_parallel.transport import Transport

@@ -14,14 +14,15 @@ from typing import Any, ClassVar, final
 import torch
 from torch import Tensor, nn
 
-from credit_dp.domain_parallel.exchange import RowRange
-from credit_dp.domain_parallel.layers.base import Bands, FunctionModule, RowLayer
-from credit_dp.domain_parallel.layers.norm import (
-    ReductionLayer,
+from credit_dp.domain_parallel.bands.reductions import (
     accumulation_dtype,
-    cast_for_autocast,
+    softmax_backward,
+    softmax_forward,
     sum_over_bands,
 )
+from credit_dp.domain_parallel.exchange import RowRange
+from credit_dp.domain_parallel.layers.base import Bands, FunctionModule, RowLayer
+from credit_dp.domain_parallel.layers.norm import ReductionLayer, cast_for_autocast
 from credit_dp.domain_parallel.manager import DomainParallelManager
 from credit_dp.domain_parallel.partition import ROW_DIM
 from credit_dp.domain_parallel.transport import Transport
@@ -214,20 +215,7 @@ class _Softmax(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, logarithm: bool, transport: Transport) -> Tensor:
-        local_max = x.amax(dim, True)
-        # A band that is -inf everywhere contributes exp(-inf) = 0; -inf - (-inf) would be NaN.
-        y = (x - torch.where(local_max.isneginf(), 0.0, local_max)).exp_()
-        # Each band's sum is relative to its own maximum; one message carries both, and the sums are
-        # then scaled to the maximum of the globe. exp() never overflows.
-        local_maxima, local_sums = transport.all_gather(
-            torch.stack([local_max, y.sum(dim, True)])
-        ).unbind(1)
-        maximum = local_maxima.amax(0)
-        total = (local_sums * (local_maxima - maximum).exp()).sum(0)
-        if logarithm:
-            y = (x - maximum).sub_(total.log())
-        else:
-            y.mul_((local_max - maximum).exp_().div_(total))
+        y = softmax_forward(x, dim, logarithm, transport)
         ctx.save_for_backward(y)
         ctx.dim = dim
         ctx.logarithm = logarithm
@@ -237,10 +225,7 @@ class _Softmax(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         (y,) = ctx.saved_tensors
-        share = grad if ctx.logarithm else grad * y
-        total = sum_over_bands(share.sum(ctx.dim, True), ctx.transport)
-        grad_x = grad - y.exp() * total if ctx.logarithm else share.sub_(y * total)
-        return grad_x, None, None, None
+        return softmax_backward(grad, y, ctx.dim, ctx.logarithm, ctx.transport), None, None, None
 
 
 @final

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointFunction
 from torch.utils.hooks import BackwardHook
 
-from credit_dp.domain_parallel.layers.norm import sum_over_bands
+from credit_dp.domain_parallel.bands.reductions import sum_over_bands
 from credit_dp.domain_parallel.planning.trace import functions_of_users
 from credit_dp.domain_parallel.rules import RULES
 from credit_dp.domain_parallel.view.function_rules import (

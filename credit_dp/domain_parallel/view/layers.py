@@ -11,14 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from credit_dp.domain_parallel.bands.reductions import accumulation_dtype, sum_over_bands
 from credit_dp.domain_parallel.known_rows import KnownRows
 from credit_dp.domain_parallel.layers.base import Bands, RowLayer
 from credit_dp.domain_parallel.layers.conv import _RowConv
-from credit_dp.domain_parallel.layers.norm import (
-    ReductionLayer,
-    accumulation_dtype,
-    sum_over_bands,
-)
+from credit_dp.domain_parallel.layers.norm import ReductionLayer
 from credit_dp.domain_parallel.layers.resample import AntialiasedUpsample, has_one_column
 from credit_dp.domain_parallel.rules import RULES
 from credit_dp.domain_parallel.view.function_rules import (

@@ -9,16 +9,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from credit_dp.domain_parallel.layers.norm import (
+from credit_dp.domain_parallel.bands.norms import (
     GlobalReduction,
     Moments,
-    accumulation_dtype,
-    cast_for_autocast,
-    cast_for_rms_norm,
     mean_and_variance,
     mean_square,
-    normalise,
     update_running_statistics,
+)
+from credit_dp.domain_parallel.bands.reductions import accumulation_dtype
+from credit_dp.domain_parallel.layers.norm import (
+    cast_for_autocast,
+    cast_for_rms_norm,
+    normalise,
 )
 from credit_dp.domain_parallel.view.function_rules import (
     Args,

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from credit_dp.domain_parallel.layers.norm import sum_over_bands
+from credit_dp.domain_parallel.bands.reductions import sum_over_bands
 from credit_dp.domain_parallel.partition import LARGEST_BAND
 from credit_dp.domain_parallel.view.function_rules import (
     Args,

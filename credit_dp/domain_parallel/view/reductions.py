@@ -14,12 +14,9 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
+from credit_dp.domain_parallel.bands.reductions import accumulation_dtype, sum_over_bands
 from credit_dp.domain_parallel.exchange import RowRange
-from credit_dp.domain_parallel.layers.norm import (
-    accumulation_dtype,
-    cast_for_autocast,
-    sum_over_bands,
-)
+from credit_dp.domain_parallel.layers.norm import cast_for_autocast
 from credit_dp.domain_parallel.layers.reduce import (
     max_over_bands,
     softmax_over_bands,

@@ -25,10 +25,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from credit_dp.domain_parallel.bands.reductions import sum_over_bands
 from credit_dp.domain_parallel.exchange import RowExchange, RowRange
 from credit_dp.domain_parallel.halo_exchange import fetch_rows
 from credit_dp.domain_parallel.known_rows import KnownRows
-from credit_dp.domain_parallel.layers.norm import sum_over_bands
 from credit_dp.domain_parallel.manager import DomainParallelManager
 from credit_dp.domain_parallel.partition import LARGEST_IMBALANCE, RowPartition
 from credit_dp.domain_parallel.transport import message_device

@@ -24,6 +24,7 @@ from credit_dp.domain_parallel import (
     gather_tensor,
     shard_tensor,
 )
+from credit_dp.domain_parallel.bands import group_norm
 from credit_dp.domain_parallel.build import shard_model
 from credit_dp.domain_parallel.halo_exchange import CHANNELS_LAST_FORMATS, HaloExchange
 from credit_dp.domain_parallel.layers import (
@@ -36,7 +37,6 @@ from credit_dp.domain_parallel.layers import (
     DomainParallelPowerPool,
     DomainParallelRMSNorm,
     DomainParallelRoll,
-    group_norm,
 )
 from credit_dp.domain_parallel.layers.pad import DomainParallelPad
 from credit_dp.errors import UserError

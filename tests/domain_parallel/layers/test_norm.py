@@ -19,8 +19,9 @@ from credit_dp.domain_parallel import (
     plan_report,
     shard_tensor,
 )
+from credit_dp.domain_parallel.bands import group_norm
 from credit_dp.domain_parallel.halo_exchange import CHANNELS_LAST_FORMATS
-from credit_dp.domain_parallel.layers import DomainParallelLayerNorm, group_norm
+from credit_dp.domain_parallel.layers import DomainParallelLayerNorm
 from credit_dp.domain_parallel.layers.norm import cast_for_autocast, cast_for_rms_norm
 from credit_dp.errors import UserError
 from tests.domain_parallel.equality import (

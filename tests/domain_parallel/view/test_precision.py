@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from credit_dp.domain_parallel import shard_tensor
-from credit_dp.domain_parallel.layers.norm import accumulation_dtype
+from credit_dp.domain_parallel.bands.reductions import accumulation_dtype
 from credit_dp.domain_parallel.view import norms, reductions
 from tests.domain_parallel.view.functions import compute_on_bands
 from tests.ranks import DEVICE, on_threads

@@ -1,0 +1,201 @@
+"""Losses that are operators of their own, and distances between rows of tables.
+
+A loss that is summed up or averaged sums each band; `mean` divides by the entries of the globe.
+"""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from credit_dp.domain_parallel.band_tensor.moving import whole, with_rows
+from credit_dp.domain_parallel.band_tensor.reductions import bound, fields_rows, total
+from credit_dp.domain_parallel.band_tensor.rules import run_whole
+from credit_dp.domain_parallel.band_tensor.tensor import (
+    PARTIAL,
+    WHOLE,
+    Band,
+    BandTensor,
+    Domain,
+    Part,
+    Rows,
+    domain_of,
+    rule_for,
+)
+from credit_dp.domain_parallel.bands.reductions import accumulation_dtype
+
+aten = torch.ops.aten
+NONE, MEAN, SUM = 0, 1, 2  # torch's numbers of reductions
+Given = dict[str, Any]
+
+
+def _local(given: Given, rows: Rows, domain: Domain) -> Given:
+    """Return arguments with the local tensors of a layout."""
+    return {
+        name: with_rows(x, rows, domain) if isinstance(x, Tensor) else x
+        for name, x in given.items()
+    }
+
+
+# ---------------------------------------------------------------- losses of single entries
+
+
+@rule_for(
+    "mse_loss.default", "smooth_l1_loss.default", "huber_loss.default",
+    "soft_margin_loss.default", "binary_cross_entropy.default",
+    "binary_cross_entropy_with_logits.default",
+)  # fmt: skip
+def loss(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return the loss of each entry, or of all."""
+    given = bound(func, args, kwargs)
+    tensors = [x for x in given.values() if isinstance(x, Tensor)]
+    domain, rows = domain_of(tensors), fields_rows(tensors)
+    local, how = _local(given, rows, domain), given["reduction"]
+    if how == NONE or not isinstance(rows, Band):
+        return Part(func(**local), rows)
+    losses = func(**local | {"reduction": NONE})
+    part = losses.sum(dtype=accumulation_dtype(losses))
+    if how == MEAN:
+        part = part / _count(tensors)
+    return total(part, domain, losses.dtype)
+
+
+def _count(tensors: list[Tensor]) -> int:
+    """Return the entries of the globe's losses."""
+    shape: Any = torch.broadcast_shapes(*[x.shape for x in tensors])  # type: ignore[no-untyped-call]
+    return prod(shape)
+
+
+@rule_for(
+    "mse_loss_backward.default", "smooth_l1_loss_backward.default", "huber_loss_backward.default",
+    "soft_margin_loss_backward.default", "binary_cross_entropy_backward.default",
+)  # fmt: skip
+def loss_backward(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return the gradient of a prediction."""
+    given = bound(func, args, kwargs)
+    how, grad = given["reduction"], given.pop("grad_output")
+    tensors = [x for x in given.values() if isinstance(x, Tensor)]
+    domain = domain_of([grad, *tensors])
+    rows = fields_rows([*tensors, grad] if how == NONE else tensors)
+    grad = with_rows(grad, rows, domain) if how == NONE else whole(grad)
+    if how == MEAN:
+        grad = grad / _count(tensors)
+        given["reduction"] = SUM
+    return Part(func(grad_output=grad, **_local(given, rows, domain)), rows)
+
+
+# ---------------------------------------------------------------- classes
+
+
+def _rows_of_targets(x: Any) -> tuple[Band, Band] | None:
+    """Return bands of scores and of targets, which have no dimension of classes.
+
+    None: there are none, or classes are rows.
+    """
+    if type(x) is not BandTensor or not isinstance(x.rows, Band):
+        return None
+    dim = x.ndim + x.rows.dim
+    if dim == 1 or x.ndim == 1:
+        return None
+    return x.rows, x.rows if dim > 1 else x.rows._replace(dim=1 - x.ndim)
+
+
+@rule_for("nll_loss_forward.default", "nll_loss2d_forward.default")
+def class_loss(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return minus the scores of the targets' classes, and the sum of their weights."""
+    x, target, weight, how, ignored = args
+    fields_rows([x])
+    rows = _rows_of_targets(x)
+    if rows is None:
+        return run_whole(func, args, kwargs)
+    domain, weight = x.domain, whole(weight)
+    target = with_rows(target, rows[1], domain)
+    if how == NONE:
+        losses, of_weights = func(x.local, target, weight, how, ignored)
+        return Part(losses, rows[1]), Part(of_weights, WHOLE)
+    wide = accumulation_dtype(x.local)
+    weight = None if weight is None else weight.to(wide)
+    sums = torch.stack(func(x.local.to(wide), target, weight, SUM, ignored))
+    loss, of_weights = domain.transport.all_reduce(sums).to(x.dtype).unbind()
+    return Part(loss / of_weights if how == MEAN else loss, WHOLE), Part(of_weights, WHOLE)
+
+
+@rule_for("nll_loss_backward.default", "nll_loss2d_backward.default")
+def class_loss_backward(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return the gradient of scores."""
+    grad, x, target, weight, how, ignored, of_weights = args
+    fields_rows([x])
+    rows = _rows_of_targets(x)
+    if rows is None:
+        return run_whole(func, args, kwargs)
+    domain = x.domain
+    grad = with_rows(grad, rows[1], domain) if how == NONE else whole(grad)
+    target = with_rows(target, rows[1], domain)
+    local = func(grad, x.local, target, whole(weight), how, ignored, whole(of_weights))
+    return Part(local, rows[0])
+
+
+# ---------------------------------------------------------------- distances
+
+
+def _rows_of_table(x: Any, other: Any) -> Rows | None:
+    """Return the bands of the distances from all rows of a table to those of another one.
+
+    None: the bands are among what distances sum over.
+    """
+    found = [x.rows for x in (x, other) if type(x) is BandTensor and isinstance(x.rows, Band)]
+    if any(band.dim == -1 for band in found):
+        return None
+    for band in found:
+        if band.dim < -2:  # of pairs of tables
+            return band
+    if type(x) is BandTensor and isinstance(x.rows, Band):
+        return x.rows
+    return found[0]._replace(dim=-1) if found else WHOLE
+
+
+def _tables(x: Tensor, other: Tensor, rows: Rows, domain: Domain) -> tuple[Tensor, Tensor]:
+    """Return the local parts of two tables for distances of these bands."""
+    if isinstance(rows, Band) and rows.dim == -2:
+        return with_rows(x, rows, domain), whole(other)
+    if isinstance(rows, Band) and rows.dim == -1:
+        return whole(x), with_rows(other, rows._replace(dim=-2), domain)
+    return with_rows(x, rows, domain), with_rows(other, rows, domain)
+
+
+@rule_for("_cdist_forward.default", "_euclidean_dist.default")
+def distances(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return the distances of all rows of two tables."""
+    x, other, *settings = args
+    domain = domain_of(args)
+    fields_rows([x, other])
+    rows = _rows_of_table(x, other)
+    if rows is None:
+        return run_whole(func, args, kwargs)
+    if settings and settings[0] == 2.0:
+        # torch decides by sizes whether it computes by products, which rounds otherwise.
+        is_large = x.shape[-2] > 25 or other.shape[-2] > 25
+        by_products = settings[1] == 1 or (not settings[1] and is_large)
+        settings = [2.0, 1 if by_products else 2]
+    return Part(func(*_tables(x, other, rows, domain), *settings), rows)
+
+
+@rule_for("_cdist_backward.default")
+def distances_backward(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return the gradient of the first of two tables."""
+    grad, x, other, order, result = args
+    domain = domain_of(args)
+    fields_rows([grad, x, other, result])
+    rows = _rows_of_table(x, other)
+    if rows is None:
+        return run_whole(func, args, kwargs)
+    if rows is WHOLE:
+        rows = fields_rows([grad])
+    local_x, local_other = _tables(x, other, rows, domain)
+    local = [with_rows(y, rows, domain) for y in (grad, result)]
+    local_x = local_x.expand(*local[0].shape[:-2], -1, -1)
+    part = func(local[0].contiguous(), local_x, local_other, order, local[1].contiguous())
+    return Part(part, PARTIAL if isinstance(rows, Band) and rows.dim == -1 else rows)

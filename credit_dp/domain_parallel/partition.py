@@ -214,6 +214,11 @@ class BandTable:
             coarser.append(self.aligned_partition(height, reference, units.get(height, 1)))
 
 
+def falls_into_equal_parts(size: int, parts: int) -> bool:
+    """Return whether parts of a dimension have nearly the same size."""
+    return size > 0 and -(-size // parts) * parts <= LARGEST_IMBALANCE * size
+
+
 # Attributes in which attention modules hold their window.
 WINDOW_ATTRIBUTES = ("window_size", "window")
 STRIDED_CONVS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)

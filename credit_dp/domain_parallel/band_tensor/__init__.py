@@ -13,6 +13,7 @@ No model computes on it yet, but in tests.
 | `convolutions`, `pooling` | operators with halos |
 | `interpolation` | interpolation, adaptive averages, pixel shuffles, samples of grids |
 | `reductions`, `norms`, `losses` | operators with moments and sums of the whole globe |
+| `products`, `attention`, `spectral`, `recurrent` | operators that mix rows with each other |
 | `padding` | padding, rolls, flips and windows of rows |
 | `fetched` | rows of other bands, fetched once for all that read them |
 | `boundary` | where a model begins and ends |

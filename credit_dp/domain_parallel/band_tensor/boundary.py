@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 # Rules are registered when their modules are imported.
 from credit_dp.domain_parallel.band_tensor import (  # noqa: F401
+    attention,
     convolutions,
     interpolation,
     losses,
@@ -17,10 +18,13 @@ from credit_dp.domain_parallel.band_tensor import (  # noqa: F401
     padding,
     pointwise,
     pooling,
+    products,
+    recurrent,
     reductions,
+    spectral,
     views,
 )
-from credit_dp.domain_parallel.band_tensor.moving import cut, refresh, with_rows
+from credit_dp.domain_parallel.band_tensor.moving import among_zeros, refresh, with_rows
 from credit_dp.domain_parallel.band_tensor.tensor import (
     PARTIAL,
     WHOLE,
@@ -95,9 +99,7 @@ def share(grad: Tensor, domain: Domain) -> Tensor:
     if grad.rows is WHOLE:
         return grad.local / domain.ranks
     assert isinstance(grad.rows, Band)
-    result = grad.local.new_zeros(grad.shape)
-    cut(result, grad.rows, domain.rank).copy_(grad.local)
-    return result
+    return among_zeros(grad.local, grad.rows, domain.rank)
 
 
 def leave(x: Any, domain: Domain) -> Any:

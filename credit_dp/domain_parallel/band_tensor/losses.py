@@ -1,4 +1,4 @@
-"""Losses that are operators of their own, and distances between rows of tables.
+"""Losses that are operators of their own.
 
 A loss that is summed up or averaged sums each band; `mean` divides by the entries of the globe.
 """
@@ -15,7 +15,6 @@ from credit_dp.domain_parallel.band_tensor.moving import whole, with_rows
 from credit_dp.domain_parallel.band_tensor.reductions import bound, fields_rows, total
 from credit_dp.domain_parallel.band_tensor.rules import run_whole
 from credit_dp.domain_parallel.band_tensor.tensor import (
-    PARTIAL,
     WHOLE,
     Band,
     BandTensor,
@@ -136,66 +135,3 @@ def class_loss_backward(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     target = with_rows(target, rows[1], domain)
     local = func(grad, x.local, target, whole(weight), how, ignored, whole(of_weights))
     return Part(local, rows[0])
-
-
-# ---------------------------------------------------------------- distances
-
-
-def _rows_of_table(x: Any, other: Any) -> Rows | None:
-    """Return the bands of the distances from all rows of a table to those of another one.
-
-    None: the bands are among what distances sum over.
-    """
-    found = [x.rows for x in (x, other) if type(x) is BandTensor and isinstance(x.rows, Band)]
-    if any(band.dim == -1 for band in found):
-        return None
-    for band in found:
-        if band.dim < -2:  # of pairs of tables
-            return band
-    if type(x) is BandTensor and isinstance(x.rows, Band):
-        return x.rows
-    return found[0]._replace(dim=-1) if found else WHOLE
-
-
-def _tables(x: Tensor, other: Tensor, rows: Rows, domain: Domain) -> tuple[Tensor, Tensor]:
-    """Return the local parts of two tables for distances of these bands."""
-    if isinstance(rows, Band) and rows.dim == -2:
-        return with_rows(x, rows, domain), whole(other)
-    if isinstance(rows, Band) and rows.dim == -1:
-        return whole(x), with_rows(other, rows._replace(dim=-2), domain)
-    return with_rows(x, rows, domain), with_rows(other, rows, domain)
-
-
-@rule_for("_cdist_forward.default", "_euclidean_dist.default")
-def distances(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return the distances of all rows of two tables."""
-    x, other, *settings = args
-    domain = domain_of(args)
-    fields_rows([x, other])
-    rows = _rows_of_table(x, other)
-    if rows is None:
-        return run_whole(func, args, kwargs)
-    if settings and settings[0] == 2.0:
-        # torch decides by sizes whether it computes by products, which rounds otherwise.
-        is_large = x.shape[-2] > 25 or other.shape[-2] > 25
-        by_products = settings[1] == 1 or (not settings[1] and is_large)
-        settings = [2.0, 1 if by_products else 2]
-    return Part(func(*_tables(x, other, rows, domain), *settings), rows)
-
-
-@rule_for("_cdist_backward.default")
-def distances_backward(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return the gradient of the first of two tables."""
-    grad, x, other, order, result = args
-    domain = domain_of(args)
-    fields_rows([grad, x, other, result])
-    rows = _rows_of_table(x, other)
-    if rows is None:
-        return run_whole(func, args, kwargs)
-    if rows is WHOLE:
-        rows = fields_rows([grad])
-    local_x, local_other = _tables(x, other, rows, domain)
-    local = [with_rows(y, rows, domain) for y in (grad, result)]
-    local_x = local_x.expand(*local[0].shape[:-2], -1, -1)
-    part = func(local[0].contiguous(), local_x, local_other, order, local[1].contiguous())
-    return Part(part, PARTIAL if isinstance(rows, Band) and rows.dim == -1 else rows)

@@ -17,6 +17,7 @@ from credit_dp.domain_parallel.band_tensor.tensor import (
     Rows,
     write_count,
 )
+from credit_dp.domain_parallel.bands.moves import Bands, exchange_blocks
 from credit_dp.domain_parallel.exchange import RowExchange, RowRange
 from credit_dp.domain_parallel.halo_exchange import (
     return_gradients,
@@ -111,6 +112,26 @@ def give_back(grad: Tensor, band: Band, required: Required, domain: Domain) -> T
     return folded(return_gradients(rows, exchange, domain.transport, band.dim), band)
 
 
+@lru_cache(4096)
+def _counted_from_0(band: Band, ndim: int) -> Bands:
+    return ndim + band.dim, band.outer, RowPartition(band.bounds)
+
+
+def moved(x: Tensor, have: Band, wanted: Band, domain: Domain) -> Tensor:
+    """Return this rank's part of a tensor whose bands move to another dimension; a collective.
+
+    Each rank sends every other one what that one will hold: nothing is gathered.
+
+    Args:
+        x: this rank's part.
+        have: its bands.
+        wanted: those of the result, in another dimension.
+        domain: the ranks.
+    """
+    source, target = _counted_from_0(have, x.ndim), _counted_from_0(wanted, x.ndim)
+    return exchange_blocks(x, source, target, domain.transport)
+
+
 def whole(x: Any) -> Any:
     """Return the globe's tensor; a collective if it is cut or partial. Others as they are."""
     if type(x) is not BandTensor:
@@ -138,10 +159,22 @@ def _sum_of_parts(x: BandTensor) -> Tensor:
 
 
 def cut(x: Tensor, band: Band, rank: int) -> Tensor:
-    """Return this rank's rows of a globe's tensor; a view."""
+    """Return this rank's rows of a globe's tensor; a view, unless they are folded below others."""
     a, b = band.bounds[rank], band.bounds[rank + 1]
     rows = unfolded(x, band, band.height).narrow(band.dim, a, b - a)
     return folded(rows, band)
+
+
+def among_zeros(x: Tensor, band: Band, rank: int) -> Tensor:
+    """Return a tensor of the globe's shape with this rank's rows, and zeros in the others."""
+    shape = list(x.shape)
+    shape[band.dim] = band.size
+    result = x.new_zeros(shape)
+    # Of rows that are folded below others `cut` returns a copy.
+    a, b = band.bounds[rank], band.bounds[rank + 1]
+    rows = unfolded(result, band, band.height).narrow(band.dim, a, b - a)
+    rows.copy_(unfolded(x, band, b - a))
+    return result
 
 
 def with_rows(x: Any, rows: Rows, domain: Domain) -> Tensor:
@@ -155,8 +188,14 @@ def with_rows(x: Any, rows: Rows, domain: Domain) -> Tensor:
         if x.rows == rows:
             return x.local
         have = x.rows
-        if isinstance(have, Band) and isinstance(rows, Band) and is_same_field(have, rows):
-            return fetch(x.local, have, rows_of_bands(rows.bounds), domain)
+        if isinstance(rows, Band) and not broadcasts(x, rows):
+            if have is PARTIAL:  # each rank sums up its rows only
+                required = all_rows(rows.height, domain.ranks)
+                return give_back(x.local, rows, required, domain)
+            if isinstance(have, Band) and is_same_field(have, rows):
+                return fetch(x.local, have, rows_of_bands(rows.bounds), domain)
+            if isinstance(have, Band) and have.dim != rows.dim:
+                return moved(x.local, have, rows, domain)
     local: Tensor = whole(x)
     if not isinstance(rows, Band) or broadcasts(local, rows):
         return local

@@ -106,6 +106,9 @@ class Domain:
         uncounted: addresses of memory that may be written to without torch's count of it.
         reduced: the bands of tensors that were reduced over rows, by shape: their gradients have
             that shape, and get these bands.
+        sizes_before: of the size of a dimension of a view the sizes of those that it was last made
+            of, none if they are parts of others: rules cut it where these begin, to be able to
+            undo the view without moving rows.
     """
 
     def __init__(self, manager: DomainParallelManager) -> None:
@@ -116,6 +119,7 @@ class Domain:
         self.recorder: CallRecorder | None = None
         self.uncounted: set[int] = set()
         self.reduced: dict[tuple[int, ...], Band] = {}
+        self.sizes_before: dict[int, tuple[int, ...]] = {}
 
     @property
     def transport(self) -> Transport:
@@ -148,12 +152,14 @@ class Part(NamedTuple):
     Attributes:
         is_copy: whether it is a copy though torch takes it for a view of the first argument.
         unsent: see `BandTensor`.
+        kept: what backward needs of this rank's, which it would have to fetch again.
     """
 
     local: Tensor
     rows: Rows
     is_copy: bool = False
     unsent: Unsent = ()
+    kept: tuple[Tensor, ...] | None = None
 
 
 class FetchedRows:
@@ -201,17 +207,19 @@ class BandTensor(Tensor):
         unsent: of a gradient, parts of it that other ranks have to add to their bands. They are
             sent when its bands are read: gradients that are added up before are sent as one.
         summed: of parts, their sum and after which write it was taken.
+        kept: of a result that backward alone reads: see `Part`.
     """
 
     local: Tensor
     rows: Rows
     domain: Domain
-    origin: ViewOrigin | None
-    seen_version: int
-    described: Described | None
-    fetched: FetchedRows | None
-    unsent: Unsent
-    summed: tuple[int, Tensor] | None
+    origin: ViewOrigin | None = None
+    seen_version: int = 0
+    described: Described | None = None
+    fetched: FetchedRows | None = None
+    unsent: Unsent = ()
+    summed: tuple[int, Tensor] | None = None
+    kept: tuple[Tensor, ...] | None = None
     # The rule of an operator that has none of its own; set by `rules`, which needs this class.
     find_rule: ClassVar[Callable[[Any], Rule]]
 
@@ -252,8 +260,6 @@ class BandTensor(Tensor):
             device=local.device,
         )
         x.local, x.rows, x.domain = local, rows, domain
-        x.origin, x.seen_version, x.described = None, 0, None
-        x.fetched, x.unsent, x.summed = None, (), None
         return x
 
     @classmethod
@@ -364,7 +370,7 @@ def _wrapped(
     like: Described,
     index: int | None,
 ) -> BandTensor:
-    local, rows, is_copy, unsent = part
+    local, rows, is_copy, unsent, kept = part
     first = args[0] if args else None
     domain = first.domain if type(first) is BandTensor else domain_of((args, kwargs))
     is_view = returns_view(func)
@@ -373,7 +379,11 @@ def _wrapped(
     if local.dtype is not like.dtype:
         local = local.to(like.dtype)
     x = BandTensor(local, rows, domain, like.strides, like.offset)
-    x.described, x.unsent = like, unsent
+    x.described = like
+    if unsent:
+        x.unsent = unsent
+    if kept is not None:
+        x.kept = kept
     if func is DETACH:  # a checkpoint keeps such a tensor
         x.fetched = args[0].fetched
     if is_view and (is_copy or (type(first) is BandTensor and first.origin is not None)):

@@ -131,12 +131,44 @@ def viewed_band(
     return Band(dim - len(new), outer, bounds), unit
 
 
+@lru_cache(65536)
+def sizes_before_view(shape: tuple[int, ...], new: tuple[int, ...]) -> dict[int, tuple[int, ...]]:
+    """Return of the size of each new dimension the sizes of those that it is made of.
+
+    None if it has parts of dimensions: a view can't be undone of bands of these.
+    """
+    found: dict[int, tuple[int, ...]] = {}
+    first = start = 0
+    # Groups of old and new dimensions that have the same entries.
+    while first < len(shape) or start < len(new):
+        stop, end = first, start
+        entries = others = 1
+        while stop == first or end == start or entries != others:
+            if (entries <= others and stop < len(shape)) or end == len(new):
+                if stop == len(shape):
+                    break
+                entries, stop = entries * shape[stop], stop + 1
+            else:
+                others, end = others * new[end], end + 1
+        before = tuple(n for n in shape[first:stop] if n > 1)
+        after = [n for n in new[start:end] if n > 1]
+        if len(after) == 1:
+            found[after[0]] = before
+        elif len(before) == 1:
+            found |= {n: (n,) for n in after}
+        else:
+            found |= dict.fromkeys(after, ())
+        first, start = stop, end
+    return found
+
+
 @view_rule("view.default", "_unsafe_view.default", "_reshape_alias.default")
 def view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Give entries another shape."""
     x, sizes = args[0], list(args[1])
     if -1 in sizes:
         sizes[sizes.index(-1)] = x.numel() // max(1, -prod(sizes))
+    x.domain.sizes_before.update(sizes_before_view(tuple(x.shape), tuple(sizes)))
     found = viewed_band(tuple(x.shape), x.rows, tuple(sizes)) if x.numel() else None
     if found is None:
         with x.domain.whole_call("view", [x]):

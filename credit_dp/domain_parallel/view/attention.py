@@ -11,12 +11,13 @@ No rank holds the scores of all queries and heads.
 from __future__ import annotations
 
 from math import sqrt
-from typing import Any, NamedTuple, final
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from credit_dp.domain_parallel.partition import RowPartition
+from credit_dp.domain_parallel.bands.attention import Shares, best_shares
+from credit_dp.domain_parallel.bands.moves import Blocks
 from credit_dp.domain_parallel.view.function_rules import (
     Args,
     Function,
@@ -28,13 +29,12 @@ from credit_dp.domain_parallel.view.function_rules import (
     require_whole,
     rule_for,
 )
-from credit_dp.domain_parallel.view.moves import Blocks, fetch_blocks, return_blocks
+from credit_dp.domain_parallel.view.moves import fetch_blocks, return_blocks
 from credit_dp.domain_parallel.view.shapes import move_rows
 from credit_dp.domain_parallel.view.tensor import (
     GlobalTensor,
     GlobalView,
     Layout,
-    falls_into_equal_parts,
     is_band,
     local_of,
     note_order,
@@ -177,33 +177,9 @@ def _attend_to_bands(query: Any, key: Any, value: Any, mask: Any, options: dict[
 # ---------------------------------------------------------------- blocks of heads
 
 
-@final
-class _Shares(NamedTuple):
-    """How ranks share attention: `groups` ranks after each other have a part of the heads each.
-
-    Attributes:
-        dim: the dimension that is shared, of heads or of samples; negative.
-        groups: the number of parts of it.
-    """
-
-    dim: int
-    groups: int
-
-    def heads(self, count: int, ranks: int) -> tuple[tuple[int, int], ...]:
-        """Return for each rank its first head and the end."""
-        bounds = RowPartition.balanced(count, self.groups).bounds
-        parts = (rank % self.groups for rank in range(ranks))
-        return tuple((bounds[part], bounds[part + 1]) for part in parts)
-
-    def rows(self, bands: RowPartition) -> tuple[tuple[int, int], ...]:
-        """Return for each rank the rows of its queries: those of all ranks around it."""
-        firsts = (rank - rank % self.groups for rank in range(bands.ranks))
-        return tuple((bands.bounds[first], bands.bounds[first + self.groups]) for first in firsts)
-
-
 def _best_shares(
     query: GlobalTensor, key: Any, value: Any, mask: Any, options: Kwargs
-) -> _Shares | None:
+) -> Shares | None:
     """Return the shares with the fewest bytes, and of equal ones the shares that hold least.
 
     None if it is best that queries stay, or if rows are not among queries, keys and values.
@@ -217,27 +193,7 @@ def _best_shares(
         return None
     if options["is_causal"] and mask is not None:
         return None
-    ranks = query.view_.ranks
-    moved: int = query.numel() + query.numel() // max(query.shape[-1], 1) * value.shape[-1]
-    gathered: int = key.numel() + value.numel()
-
-    def entries(groups: int) -> int:
-        """Return how many entries all ranks send, times the number of ranks."""
-        alike = ranks // groups
-        return moved * (ranks - alike) + gathered * (ranks - 1) * alike
-
-    choices = [
-        (entries(groups), -groups, dim)
-        for dim in range(-query.ndim, -2)
-        for groups in range(2, ranks + 1)
-        if ranks % groups == 0
-        and len({x.shape[dim] for x in tensors}) == 1
-        and falls_into_equal_parts(query.shape[dim], groups)
-    ]
-    if not choices or min(choices)[0] > entries(1):
-        return None
-    _, groups, dim = min(choices)
-    return _Shares(dim, -groups)
+    return best_shares(query.shape, key.shape, value.shape, query.view_.ranks)
 
 
 def _attend_in_blocks(
@@ -245,7 +201,7 @@ def _attend_in_blocks(
     tensors: tuple[GlobalTensor, GlobalTensor, GlobalTensor],
     mask: Any,
     options: Kwargs,
-    shares: _Shares,
+    shares: Shares,
 ) -> GlobalTensor:
     """Return attention of which each rank computes a block of heads and queries; a collective."""
     query, view = tensors[0], tensors[0].view_

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from credit_dp.domain_parallel.bands.reductions import sum_over_bands
-from credit_dp.domain_parallel.partition import LARGEST_BAND
+from credit_dp.domain_parallel.partition import LARGEST_BAND, falls_into_equal_parts
 from credit_dp.domain_parallel.view.function_rules import (
     Args,
     Function,
@@ -34,7 +34,6 @@ from credit_dp.domain_parallel.view.tensor import (
     GlobalView,
     Layout,
     bands_of,
-    falls_into_equal_parts,
     is_band,
     local_of,
     whole,

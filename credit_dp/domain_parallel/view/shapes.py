@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from credit_dp.domain_parallel.partition import RowPartition
+from credit_dp.domain_parallel.partition import RowPartition, falls_into_equal_parts
 from credit_dp.domain_parallel.rules import RULES
 from credit_dp.domain_parallel.view.function_rules import (
     RULES_FOR_WHOLE,
@@ -30,7 +30,6 @@ from credit_dp.domain_parallel.view.tensor import (
     GlobalTensor,
     Layout,
     bands_of,
-    falls_into_equal_parts,
     is_band,
     local_of,
     with_layout,

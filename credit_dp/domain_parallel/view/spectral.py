@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from credit_dp.domain_parallel.partition import falls_into_equal_parts
 from credit_dp.domain_parallel.view.function_rules import (
     Args,
     Function,
@@ -22,7 +23,7 @@ from credit_dp.domain_parallel.view.function_rules import (
     rule_for,
 )
 from credit_dp.domain_parallel.view.shapes import move_rows, with_rows_everywhere
-from credit_dp.domain_parallel.view.tensor import GlobalTensor, falls_into_equal_parts
+from credit_dp.domain_parallel.view.tensor import GlobalTensor
 
 
 @rule_for("fft", "ifft", "rfft", "irfft", "hfft", "ihfft")

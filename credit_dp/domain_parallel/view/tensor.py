@@ -30,7 +30,7 @@ from credit_dp.domain_parallel.exchange import RowExchange, RowRange
 from credit_dp.domain_parallel.halo_exchange import fetch_rows
 from credit_dp.domain_parallel.known_rows import KnownRows
 from credit_dp.domain_parallel.manager import DomainParallelManager
-from credit_dp.domain_parallel.partition import LARGEST_IMBALANCE, RowPartition
+from credit_dp.domain_parallel.partition import RowPartition
 from credit_dp.domain_parallel.transport import message_device
 from credit_dp.domain_parallel.view.moves import move_bands
 from credit_dp.errors import UserError
@@ -75,11 +75,6 @@ class Layout(NamedTuple):
     def at(self, dim: int) -> Layout:
         """Return the same layout in another dimension."""
         return Layout(dim, self.outer, self.partition)
-
-
-def falls_into_equal_parts(size: int, parts: int) -> bool:
-    """Return whether parts of a dimension have nearly the same size."""
-    return size > 0 and -(-size // parts) * parts <= LARGEST_IMBALANCE * size
 
 
 class CallRecorder(Protocol):

@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from contextvars import ContextVar
 from enum import Enum
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 
@@ -30,8 +31,10 @@ from credit_dp.domain_parallel.band_tensor.strides import Described, result_stri
 from credit_dp.domain_parallel.exchange import RowExchange
 from credit_dp.domain_parallel.manager import DomainParallelManager
 from credit_dp.domain_parallel.transport import Transport
+from credit_dp.errors import UserError
 from credit_dp.torch_private import (
     DISABLED_TORCH_FUNCTION,
+    backward_pass,
     new_wrapper,
     schema_of,
     version_of,
@@ -109,6 +112,11 @@ class Domain:
         sizes_before: of the size of a dimension of a view the sizes of those that it was last made
             of, none if they are parts of others: rules cut it where these begin, to be able to
             undo the view without moving rows.
+        has_model: whether tensors exist only while a model runs, see `check_model_runs`.
+        decision: how the model came to compute on tensors of the globe.
+        loss_factor: what training multiplies the loss by, as data parallelism averages over ranks.
+            Gradients inside of the model are without it.
+        outputs: the rows of the model's latest outputs, by tensor; None before the first.
     """
 
     def __init__(self, manager: DomainParallelManager) -> None:
@@ -120,11 +128,19 @@ class Domain:
         self.uncounted: set[int] = set()
         self.reduced: dict[tuple[int, ...], Band] = {}
         self.sizes_before: dict[int, tuple[int, ...]] = {}
+        self.has_model = False
+        self.decision: Any = None
+        self.loss_factor = 1
+        self.outputs: Any = None
 
     @property
     def transport(self) -> Transport:
         """What carries messages; in a run without data it is another one for each module."""
         return self.manager.transport
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Weak references can't be pickled.
+        return {**self.__dict__, "outputs": None}
 
     def bounds(self, height: int) -> tuple[int, ...]:
         """Return the bands of a height."""
@@ -192,6 +208,9 @@ class ViewOrigin(NamedTuple):
 DATA: Any = Tensor.data
 DETACH = torch.ops.aten.detach.default
 
+# Whether a model on tensors of the globe runs its forward in this thread.
+is_running: ContextVar[bool] = ContextVar("a model runs", default=False)
+
 
 class BandTensor(Tensor):
     """A tensor of the globe's shape, of which this rank holds `local`.
@@ -210,6 +229,9 @@ class BandTensor(Tensor):
         kept: of a result that backward alone reads: see `Part`.
     """
 
+    # Libraries that choose a backend by a type's module, as opt_einsum, compute it with torch.
+    __module__ = "torch"
+
     local: Tensor
     rows: Rows
     domain: Domain
@@ -222,6 +244,8 @@ class BandTensor(Tensor):
     kept: tuple[Tensor, ...] | None = None
     # The rule of an operator that has none of its own; set by `rules`, which needs this class.
     find_rule: ClassVar[Callable[[Any], Rule]]
+    # The values of the globe that all ranks read; set by `values`.
+    read_values: ClassVar[Callable[[BandTensor], Tensor]]
 
     __torch_function__ = DISABLED_TORCH_FUNCTION
 
@@ -268,6 +292,8 @@ class BandTensor(Tensor):
     ) -> Any:
         """Compute an operator by its rule."""
         kwargs = kwargs or {}
+        if not is_running.get() and backward_pass() < 0:
+            check_model_runs(func, args, kwargs)
         rule = RULES.get(func)
         if rule is None:
             rule = RULES[func] = cls.find_rule(func)
@@ -286,28 +312,120 @@ class BandTensor(Tensor):
     @data.setter
     def data(self, x: Tensor) -> None:
         # torch would change what the wrapper says, not what it holds.
+        if not isinstance(x, BandTensor):
+            x = BandTensor(x.detach(), WHOLE, self.domain, x.stride())
         DATA.__set__(self, x)
-        assert isinstance(x, BandTensor)
         self.local, self.rows, self.origin, self.described = x.local, x.rows, None, None
         self.fetched, self.unsent, self.summed = None, x.unsent, None
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> BandTensor:
+        if not self.is_leaf:
+            raise UserError(
+                "copy.deepcopy: a field that was computed with gradients can't be copied. Use "
+                "detach() before."
+            )
+        if id(self) not in memo:
+            strides, offset = self.stride(), int(self.storage_offset())
+            copy = BandTensor(self.local.clone(), self.rows, self.domain, strides, offset)
+            memo[id(self)] = copy.requires_grad_(self.requires_grad)
+        copied: BandTensor = memo[id(self)]
+        return copied
+
     # What reads memory past the dispatcher.
     def numpy(self, *, force: bool = False) -> Any:
-        """Return the values of the globe; a collective."""
-        return self._values().numpy(force=force)
+        """Return the values of the globe; a collective.
+
+        As on one process the array shares the memory of the tensor if each rank holds all of it.
+        That of a band is one of a copy, which NumPy refuses to write to.
+        """
+        if self.requires_grad and not force:
+            return torch.empty(0, requires_grad=True).numpy()  # torch says what is wrong
+        values = self.read_values()
+        array = values.numpy(force=force)
+        if values is self.local:
+            self.domain.uncounted.add(values.untyped_storage().data_ptr())
+        else:
+            array.setflags(write=False)
+        return array
 
     def tolist(self) -> Any:
         """Return the values of the globe; a collective."""
-        return self._values().tolist()
+        return self.read_values().tolist()
+
+    def item(self) -> Any:
+        """Return the only value; a collective."""
+        return self.read_values().item()
+
+    # `torch.tensor` reads numbers in lists by these.
+    def __float__(self) -> float:
+        return float(self.read_values())
+
+    def __int__(self) -> int:
+        return int(self.read_values())
+
+    def __bool__(self) -> bool:
+        return bool(self.read_values())
+
+    def __complex__(self) -> complex:
+        return complex(self.read_values())
+
+    def __index__(self) -> int:
+        return self.read_values().__index__()
 
     def __array__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._values().__array__(*args, **kwargs)  # type: ignore[no-untyped-call]
+        array = self.numpy()
+        return array.__array__(*args, **kwargs) if args or kwargs else array
 
-    def _values(self) -> Tensor:
-        from credit_dp.domain_parallel.band_tensor.moving import whole
+    def __format__(self, spec: str) -> str:
+        # Without a format no rank waits for another: some may print what others do not.
+        return self.item().__format__(spec) if spec and not self.ndim else format(repr(self), spec)
 
-        values: Tensor = whole(self.detach())
-        return values
+    def data_ptr(self) -> int:
+        """Refuse: there is no memory of the globe's tensor."""
+        raise no_memory("data_ptr")
+
+    def untyped_storage(self) -> Any:
+        """Refuse: there is no memory of the globe's tensor."""
+        raise no_memory("untyped_storage")
+
+    def share_memory_(self) -> Any:
+        """Refuse: there is no memory of the globe's tensor."""
+        raise no_memory("share_memory_")
+
+    def __dlpack__(self, *args: Any, **kwargs: Any) -> Any:
+        raise no_memory("__dlpack__")
+
+    @property
+    def __cuda_array_interface__(self) -> Any:
+        raise no_memory("__cuda_array_interface__")
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise UserError(
+            "pickle: a sharded field from inside of a model can't be saved. Return it from forward."
+        )
+
+
+def no_memory(name: str) -> Exception:
+    """Return the error of a function that needs the memory of the globe's tensor."""
+    return UserError(
+        f"{name}: uses the memory of a tensor, which is not that of the globe where rows are "
+        "sharded. Use numpy() to read values."
+    )
+
+
+def check_model_runs(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Refuse a call on a field that has left its model by an attribute or a hook.
+
+    Elsewhere tensors are bands, and ranks need not call alike, so that a collective would hang.
+
+    Raises:
+        UserError: a field is that of a model.
+    """
+    if domain_of((args, kwargs)).has_model:
+        raise UserError(
+            f"{func}: a sharded field from inside of a model is used outside of its forward, where "
+            "fields are bands. Return it from forward."
+        )
 
 
 Rule = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]

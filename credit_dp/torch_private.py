@@ -7,8 +7,9 @@ and says in its name what would break.
 from __future__ import annotations
 
 import sys
+import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from functools import partial
@@ -155,6 +156,16 @@ def storage_of(reference: StorageWeakRef) -> UntypedStorage | None:
     return UntypedStorage._new_with_weak_ptr(reference.cdata)
 
 
+def gradient_hooks(x: Tensor) -> dict[int, Any]:
+    """Return the hooks of a tensor's gradient, in the order in which they run."""
+    return x._backward_hooks or {}
+
+
+def as_subclass_in_place(x: Tensor, kind: type[Tensor]) -> Tensor:
+    """Return a tensor of a subclass in the memory of another one, without history, and no view."""
+    return Tensor._make_subclass(kind, x)
+
+
 def has_gradient_hooks(x: Tensor) -> bool:
     """Return whether a tensor has hooks of its gradient."""
     return bool(x._backward_hooks)
@@ -276,6 +287,21 @@ def buffers_of(module: nn.Module) -> dict[str, Any]:
     return module._buffers
 
 
+def replace_flat_weights(
+    module: nn.RNNBase, replacements: Mapping[int, Tensor]
+) -> Callable[[], None]:
+    """Replace weights where a recurrent layer keeps them a second time; return what undoes it.
+
+    Otherwise it would find that its weights have changed, and copy them anew at each call.
+    """
+    names = ("_flat_weights", "_flat_weight_refs")
+    before = {name: module.__dict__[name] for name in names}
+    weights = [replacements.get(id(x), x) for x in module._flat_weights]
+    refs = [None if x is None else weakref.ref(x) for x in weights]
+    module.__dict__.update(zip(names, (weights, refs), strict=True))
+    return lambda: module.__dict__.update(before)
+
+
 def children_of(module: nn.Module) -> dict[str, Any]:
     """Return a module's children by name; the same one may have several."""
     return module._modules
@@ -294,6 +320,11 @@ def forward_pre_hooks(module: nn.Module) -> OrderedDict[int, Any]:
 def takes_kwargs(module: nn.Module, key: int) -> bool:
     """Return whether a hook before a module's forward gets keyword arguments, and returns them."""
     return key in module._forward_pre_hooks_with_kwargs
+
+
+def takes_kwargs_after(module: nn.Module, key: int) -> bool:
+    """Return whether a hook after a module's forward gets keyword arguments."""
+    return key in module._forward_hooks_with_kwargs
 
 
 def remove_hooks(

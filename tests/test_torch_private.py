@@ -45,6 +45,7 @@ from credit_dp.torch_private import (
     OpOverloadPacket,
     UnsupportedOperatorException,
     apply_to_tensors,
+    as_subclass_in_place,
     backward_pass,
     buffers_of,
     call_with_hooks,
@@ -67,6 +68,7 @@ from credit_dp.torch_private import (
     forward_pre_hooks,
     function_of_node,
     gloo_options,
+    gradient_hooks,
     has_gradient_hooks,
     has_hooks,
     has_old_backward_hooks,
@@ -87,6 +89,7 @@ from credit_dp.torch_private import (
     remove_hooks,
     replace_backward_hook,
     replace_checkpoint_generator,
+    replace_flat_weights,
     replace_transforms,
     run_as_it_is,
     run_uncompiled,
@@ -101,6 +104,7 @@ from credit_dp.torch_private import (
     storage_owners,
     suggest_memory_format,
     takes_kwargs,
+    takes_kwargs_after,
     tensor_owners,
     timeout_of,
     tree_flatten,
@@ -268,8 +272,56 @@ def test_a_tensor_with_another_owner_would_be_laid_out():
 def test_a_tensor_with_hooks_would_be_laid_out():
     x = torch.zeros(3, requires_grad=True)
     assert not has_gradient_hooks(x)
-    x.register_hook(lambda gradient: None)
+    handle = x.register_hook(lambda gradient: None)
     assert has_gradient_hooks(x)
+    handle.remove()
+    assert not gradient_hooks(x)
+
+
+def test_parameters_would_get_gradients_of_the_globe_or_twice_their_share():
+    def double(gradient):
+        return 2 * gradient
+
+    x = torch.zeros(3, requires_grad=True)
+    assert not gradient_hooks(x)
+    x.register_hook(double)
+    assert list(gradient_hooks(x).values()) == [double]
+    del gradient_hooks(x)[next(iter(gradient_hooks(x)))]
+    x.sum().backward()
+    assert x.grad.tolist() == [1, 1, 1]
+
+
+def test_models_would_not_write_to_their_parameters():
+    class Other(Tensor):
+        pass
+
+    x = torch.zeros(3, requires_grad=True)
+    y = as_subclass_in_place(x, Other)
+    assert type(y) is Other
+    assert not y.requires_grad
+    version = version_of(x)
+    y.add_(1)
+    assert x.tolist() == [1, 1, 1]
+    assert version_of(x) > version
+    assert not is_view(y)
+
+
+@pytest.mark.filterwarnings("error")
+def test_recurrent_layers_would_copy_their_weights_at_each_call():
+    layer = nn.LSTM(2, 2)
+    before, x = list(layer._flat_weights), torch.rand(1, 1, 2)
+    expected = layer(x)[0]
+    new = {id(p): p.detach().clone().mul_(2) for p in layer.parameters()}
+    restore = replace_flat_weights(layer, new)
+    originals = dict(parameters_of(layer))
+    parameters_of(layer).update({name: new[id(p)] for name, p in originals.items()})
+    weights = layer._flat_weights
+    assert not torch.equal(layer(x)[0], expected)
+    assert layer._flat_weights is weights
+    parameters_of(layer).update(originals)
+    restore()
+    assert torch.equal(layer(x)[0], expected)
+    assert all(a is b for a, b in zip(layer._flat_weights, before, strict=True))
 
 
 def test_names_in_the_model_would_not_follow_what_was_laid_out():
@@ -522,6 +574,7 @@ def test_hooks_of_a_copied_model_would_stay():
     layer.register_forward_hook(remove, with_kwargs=True)
     assert has_hooks(layer)
     assert [takes_kwargs(layer, key) for key in forward_pre_hooks(layer)] == [True, False]
+    assert [takes_kwargs_after(layer, key) for key in forward_hooks(layer)] == [False, True]
     remove_hooks(layer, lambda hook: hook is remove, at_most=1)
     assert list(forward_pre_hooks(layer).values()) == [keep]
     assert list(forward_hooks(layer).values()) == [remove]

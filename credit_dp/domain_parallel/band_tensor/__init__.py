@@ -16,5 +16,7 @@ No model computes on it yet, but in tests.
 | `products`, `attention`, `spectral`, `recurrent` | operators that mix rows with each other |
 | `padding` | padding, rolls, flips and windows of rows |
 | `fetched` | rows of other bands, fetched once for all that read them |
-| `boundary` | where a model begins and ends |
+| `random`, `values` | random numbers, and what Python reads of a tensor |
+| `parameters` | the edge between parameters and fields, in both directions |
+| `boundary` | where a model begins and ends, and how it comes to compute on bands |
 """

@@ -1,12 +1,31 @@
-"""Where a model on tensors of the globe begins and ends: bands go in, bands come out."""
+"""Where a model on tensors of the globe begins and ends: bands go in, bands come out.
+
+`attach_domain` replaces what a model's call runs by a `GlobalCall`. In it, the model, its hooks and
+those of its modules see fields of the globe. Hooks of torch's data parallelism stay outside, where
+tensors are plain. A call takes these steps:
+
+1. The inputs become tensors of the globe (`Inputs`), the parameters get their edge (`parameters`),
+   and all ranks draw the same random numbers (`random`).
+2. The model runs, with its hooks.
+3. The outputs leave as bands, or whole (`take_outputs`), and the parameters return to the modules.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import copy
+import dataclasses
+import sys
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
+from functools import partial
+from types import FrameType, SimpleNamespace
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 # Rules are registered when their modules are imported.
 from credit_dp.domain_parallel.band_tensor import (  # noqa: F401
@@ -19,12 +38,22 @@ from credit_dp.domain_parallel.band_tensor import (  # noqa: F401
     pointwise,
     pooling,
     products,
+    random,
     recurrent,
     reductions,
     spectral,
+    values,
     views,
 )
-from credit_dp.domain_parallel.band_tensor.moving import among_zeros, refresh, with_rows
+from credit_dp.domain_parallel.band_tensor.moving import with_rows
+from credit_dp.domain_parallel.band_tensor.parameters import (
+    EnteredTensors,
+    add_hook,
+    enter_whole,
+    remove_hook,
+    share_of_gradient,
+)
+from credit_dp.domain_parallel.band_tensor.random import same_random_numbers
 from credit_dp.domain_parallel.band_tensor.tensor import (
     PARTIAL,
     WHOLE,
@@ -32,10 +61,36 @@ from credit_dp.domain_parallel.band_tensor.tensor import (
     BandTensor,
     Domain,
     Rows,
+    is_band,
+    is_running,
+    write_count,
 )
 from credit_dp.domain_parallel.manager import DomainParallelManager
 from credit_dp.domain_parallel.partition import FIELD_DIMS, ROW_DIM
-from credit_dp.torch_private import tree_map
+from credit_dp.domain_parallel.planning.model_plan import is_banded
+from credit_dp.domain_parallel.planning.trace import run_uncompiled as functions_uncompiled
+from credit_dp.errors import UserError
+from credit_dp.torch_private import (
+    CALL_ATTRIBUTE,
+    buffers_of,
+    call_with_hooks,
+    forward_hooks,
+    forward_pre_hooks,
+    remove_hooks,
+    run_uncompiled,
+    takes_kwargs,
+    takes_kwargs_after,
+    tree_flatten,
+    tree_leaves,
+    tree_unflatten,
+)
+
+__all__ = ["attach_domain", "attached_domain", "detach_domain"]
+
+DOMAIN_ATTRIBUTE = "_domain"  # of a model, holds its domain
+
+
+# ---------------------------------------------------------------- the edge of fields
 
 
 class Enter(torch.autograd.Function):
@@ -50,11 +105,11 @@ class Enter(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         """Return the gradient of the band, or the share of that of a whole tensor."""
-        if isinstance(ctx.rows, Band):
-            local = Leave.apply(grad, ctx.rows, ctx.domain)  # type: ignore[no-untyped-call]
-        else:
-            local = share(grad, ctx.domain)
-        return local, None, None
+        rows, domain = ctx.rows, ctx.domain
+        if not isinstance(rows, Band):
+            return share_of_gradient(grad, domain), None, None
+        local: Tensor = Leave.apply(grad, rows, domain)  # type: ignore[no-untyped-call]
+        return _scaled(local, domain.loss_factor), None, None
 
 
 class Leave(torch.autograd.Function):
@@ -74,7 +129,12 @@ class Leave(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         """Return the gradient as one of the globe."""
         rows = ctx.rows if isinstance(ctx.rows, Band) else PARTIAL
+        grad = _scaled(grad, 1 / ctx.domain.loss_factor)
         return Enter.apply(grad, rows, ctx.domain), None, None  # type: ignore[no-untyped-call]
+
+
+def _scaled(grad: Tensor, factor: float) -> Tensor:
+    return grad if factor == 1 else grad * factor
 
 
 def _strides(x: Tensor, rows: Rows) -> tuple[int, ...] | None:
@@ -89,68 +149,499 @@ def _strides(x: Tensor, rows: Rows) -> tuple[int, ...] | None:
     return torch.empty([sizes[d] for d in order], device="meta").permute(back).stride()
 
 
-def share(grad: Tensor, domain: Domain) -> Tensor:
-    """Return this rank's share of a gradient of the globe: the ranks' sum is the gradient."""
-    if type(grad) is not BandTensor:  # made from tensors that every rank has
-        return grad / domain.ranks
-    refresh(grad)
-    if grad.rows is PARTIAL:
-        return grad.local
-    if grad.rows is WHOLE:
-        return grad.local / domain.ranks
-    assert isinstance(grad.rows, Band)
-    return among_zeros(grad.local, grad.rows, domain.rank)
+def rows_outside(shape: Sequence[int], domain: Domain) -> Rows:
+    """Return how ranks hold an output of this global shape outside of the model."""
+    if len(shape) < FIELD_DIMS or shape[ROW_DIM] < domain.ranks:
+        return WHOLE
+    return Band(ROW_DIM, 1, domain.bounds(shape[ROW_DIM]))
 
 
-def leave(x: Any, domain: Domain) -> Any:
-    """Return an output of a model: rows of fields in the bands of their height, the rest whole."""
-    if not isinstance(x, Tensor):
-        return x
-    rows: Rows = WHOLE
-    if x.ndim >= FIELD_DIMS and x.shape[ROW_DIM] >= domain.ranks:
-        rows = Band(ROW_DIM, 1, domain.bounds(x.shape[ROW_DIM]))
-    return Leave.apply(x, rows, domain)  # type: ignore[no-untyped-call]
+# ---------------------------------------------------------------- nested values
 
 
-def attach(
-    model: nn.Module, manager: DomainParallelManager, shapes: Sequence[Sequence[int]]
-) -> Domain:
-    """Let a model compute on tensors of the globe, in place; its parameters stay as they are.
+def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
+    """Return nested values with a function's result in place of each tensor, dataclasses too.
+
+    Raises:
+        UserError: an object that is none of these holds bands, which would not be converted.
+    """
+    if isinstance(value, Tensor):
+        return function(value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return _map_dataclass(function, value)
+    leaves, spec = tree_flatten(value)
+    if len(leaves) != 1 or leaves[0] is not value:
+        return tree_unflatten([map_tensors(function, leaf) for leaf in leaves], spec)
+    if isinstance(value, dict):  # of a type that torch does not know
+        result = _shallow_copy(value)
+        _map_entries(function, result, value)
+        return result
+    if type(value) is SimpleNamespace:
+        return SimpleNamespace(**{k: map_tensors(function, x) for k, x in vars(value).items()})
+    _check_object(function, value)
+    return value
+
+
+def _map_dataclass(function: Callable[[Tensor], Any], value: Any) -> Any:
+    """Return a copy of a dataclass, which may be a mapping as well."""
+    result = _shallow_copy(value)
+    if isinstance(value, dict):
+        _map_entries(function, result, value)
+    for each in dataclasses.fields(value):
+        if not hasattr(value, each.name):
+            continue
+        old = getattr(value, each.name)
+        is_entry = isinstance(value, dict) and value.get(each.name) is old and old is not None
+        mapped = result[each.name] if is_entry else map_tensors(function, old)
+        # Past `__setattr__`, which a frozen dataclass forbids.
+        object.__setattr__(result, each.name, mapped)
+    return result
+
+
+def _shallow_copy(value: Any) -> Any:
+    """Return a copy of a dataclass or mapping, also if `copy.copy` can't make one."""
+    try:
+        return copy.copy(value)
+    except TypeError:  # its class needs arguments, or forbids to set entries
+        kind: Any = type(value)
+        result = kind.__new__(kind)
+        vars(result).update(vars(value))
+        return result
+
+
+def _map_entries(function: Callable[[Tensor], Any], result: Any, value: dict[Any, Any]) -> None:
+    """Set the entries of a copied mapping, past methods that may forbid it."""
+    base = OrderedDict if isinstance(value, OrderedDict) else dict
+    for key, entry in dict.items(value):
+        base.__setitem__(result, key, map_tensors(function, entry))
+
+
+def _check_object(function: Callable[[Tensor], Any], value: Any) -> None:
+    """Refuse an object of an unknown type that holds bands."""
+    if isinstance(value, (nn.Module, type)):
+        return
+    for x in tree_leaves(list(getattr(value, "__dict__", {}).values())):
+        if isinstance(x, Tensor) and (type(x) is BandTensor or is_band(function(x))):
+            raise UserError(
+                f"{type(value).__name__}: fields in an object of this type can't enter or leave "
+                "the model. Use tensors, mappings, sequences or dataclasses."
+            )
+
+
+# ---------------------------------------------------------------- inputs
+
+
+@final
+class Inputs:
+    """The inputs of a model: bands are those that have one of its shapes but for samples and rows.
 
     Args:
-        model: any model.
+        domain: of the model.
+        shapes: of the global inputs.
+        of_stage: whether the model is a stage of a pipeline. Its inputs are then as `take_outputs`
+            of the stage before has left them, and each has the shape at its position.
+    """
+
+    def __init__(self, domain: Domain, shapes: Sequence[Sequence[int]], of_stage: bool) -> None:
+        self.domain = domain
+        self.of_stage = of_stage
+        self.shapes = [tuple(shape) for shape in shapes if of_stage or is_banded(tuple(shape))]
+        self.whole_shapes = [tuple(shape) for shape in shapes if not is_banded(tuple(shape))]
+
+    def _rows_of(self, height: int) -> int:
+        """Return the number of rows that this rank has of a height."""
+        return self.domain.manager.partition(height).sizes[self.domain.rank]
+
+    def are_outside(self, arguments: Any) -> bool:
+        """Return whether there are bands that are plain, as a hook of another model gets them."""
+        tensors = [x for x in tree_leaves(arguments) if isinstance(x, Tensor)]
+        return not any(type(x) is BandTensor for x in tensors) and any(
+            _is_same_field(x.shape, shape) and x.shape[ROW_DIM] == self._rows_of(shape[ROW_DIM])
+            for x in tensors
+            for shape in self.shapes
+        )
+
+    def enter(self, args: Any, kwargs: Any) -> tuple[Any, Any, list[tuple[Tensor, Tensor]]]:
+        """Return the arguments of the forward, and pairs of a tensor outside and inside.
+
+        Raises:
+            UserError: an input is no planned field.
+        """
+        entered: dict[int, tuple[Tensor, Tensor]] = {}
+
+        def enter(x: Tensor, find_rows: Callable[[Tensor], Rows]) -> Tensor:
+            # The same tensor at two positions stays one.
+            if type(x) is BandTensor:
+                return x
+            if id(x) not in entered:
+                entered[id(x)] = (x, self._enter(x, find_rows(x)))
+            return entered[id(x)][1]
+
+        if self.of_stage:
+            pairs = zip(args, self.shapes, strict=True)
+            args = tuple(enter(x, partial(self._rows_of_state, shape=shape)) for x, shape in pairs)
+        else:
+            args, kwargs = map_tensors(partial(enter, find_rows=self._find_rows), (args, kwargs))
+            self._check_fields(list(entered.values()))
+        return args, kwargs, list(entered.values())
+
+    def _enter(self, x: Tensor, rows: Rows) -> Tensor:
+        if isinstance(rows, Band):
+            field: Tensor = Enter.apply(x, rows, self.domain)  # type: ignore[no-untyped-call]
+            return field
+        return enter_whole([x], self.domain)[0] if x.requires_grad else x
+
+    def _find_rows(self, x: Tensor) -> Rows:
+        heights = [shape[ROW_DIM] for shape in self.shapes if _is_same_field(x.shape, shape)]
+        for height in heights:
+            if x.shape[ROW_DIM] == self._rows_of(height):
+                return Band(ROW_DIM, 1, self.domain.bounds(height))
+        if heights:
+            raise UserError(
+                f"rank {self.domain.rank}: got {x.shape[ROW_DIM]} rows, planned are the bands of "
+                f"{', '.join(map(str, heights))} rows. Convert with the input_shape of this call."
+            )
+        return WHOLE
+
+    def _check_fields(self, entered: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Refuse a band that is no planned field.
+
+        Beside a planned field it has to have the columns of one, too: others may be whole, as those
+        of a single row are that were planned.
+
+        Raises:
+            UserError: its channels or columns are others.
+        """
+        is_planned = any(is_band(field) for _, field in entered)
+        for x, field in entered:
+            is_row = x.ndim >= FIELD_DIMS and x.shape[ROW_DIM] == 1
+            if is_row and any(_is_same_field(x.shape, shape) for shape in self.whole_shapes):
+                continue
+            for shape in self.shapes:
+                is_like = x.ndim == len(shape) and x.shape[ROW_DIM] == self._rows_of(shape[ROW_DIM])
+                has_columns = is_like and x.shape[-1] == shape[-1]
+                if not is_band(field) and (has_columns if is_planned else is_like):
+                    raise UserError(
+                        f"rank {self.domain.rank}: got a band of shape {tuple(x.shape)}, planned "
+                        f"are bands of fields of shape {shape}. Convert with the input_shape of "
+                        "this call."
+                    )
+
+    def _rows_of_state(self, x: Tensor, shape: Sequence[int]) -> Rows:
+        rows = rows_outside(shape, self.domain)
+        expected = rows.sizes(self.domain.rank) if isinstance(rows, Band) else 0
+        if isinstance(rows, Band) and x.shape[ROW_DIM] != expected:
+            raise UserError(
+                f"rank {self.domain.rank}: got {x.shape[ROW_DIM]} rows, planned is a band of "
+                f"{expected}. Build the pipeline with the input_shape of this call."
+            )
+        return rows
+
+
+def _is_same_field(shape: Sequence[int], other: Sequence[int]) -> bool:
+    """Return whether two shapes of fields differ in samples and rows only."""
+    if len(shape) != len(other):
+        return False
+    free = {0, len(shape) + ROW_DIM} if len(shape) > FIELD_DIMS else {len(shape) + ROW_DIM}
+    return all(d in free or a == b for d, (a, b) in enumerate(zip(shape, other, strict=True)))
+
+
+def write_inputs_back(entered: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Let inputs that the model has written to be its results, as autograd sees them.
+
+    Their memory has been written already.
+    """
+    for x, field in entered:
+        if type(field) is BandTensor and write_count(field) > 0 and field.requires_grad:
+            x.copy_(Leave.apply(field, field.rows, field.domain))  # type: ignore[no-untyped-call]
+
+
+# ---------------------------------------------------------------- outputs
+
+
+def take_outputs(output: Any, domain: Domain, of_stage: bool = False) -> Any:
+    """Return the output of a model outside of it: rows of fields as bands, the rest whole.
+
+    Args:
+        output: of the forward.
+        domain: of the model.
+        of_stage: whether the model is a stage of a pipeline, whose outputs are sent: messages need
+            contiguous tensors.
+    """
+    domain.outputs = WeakIdKeyDictionary()
+    taken: dict[int, Tensor] = {}
+
+    def take(x: Tensor) -> Tensor:
+        # The same tensor at two positions stays one.
+        if id(x) not in taken:
+            rows = rows_outside(x.shape, domain)
+            local = leave(x, rows, domain)
+            taken[id(x)] = local.contiguous() if of_stage else local
+            domain.outputs[taken[id(x)]] = rows
+        return taken[id(x)]
+
+    return map_tensors(take, output)
+
+
+def leave(x: Tensor, rows: Rows, domain: Domain) -> Tensor:
+    """Return what a rank holds of a tensor outside of the model."""
+    if type(x) is not BandTensor and rows is WHOLE and not x.requires_grad:
+        return x
+    local: Tensor = Leave.apply(x, rows, domain)  # type: ignore[no-untyped-call]
+    return local
+
+
+def take_buffers(model: nn.Module, domain: Domain) -> None:
+    """Keep buffers that the forward replaced as whole tensors, as on one process."""
+    for module in model.modules():
+        for name, buffer in buffers_of(module).items():
+            if type(buffer) is BandTensor:
+                buffers_of(module)[name] = leave(buffer, WHOLE, domain)
+
+
+# ---------------------------------------------------------------- the call of a model
+
+
+# The parameters and buffers of the model that runs in this thread, as its modules see them.
+_entered_tensors: ContextVar[EnteredTensors | None] = ContextVar("tensors of model", default=None)
+
+
+@final
+class GlobalCall:
+    """Calls a model with its hooks on tensors of the globe; `torch.compile` traces none of it.
+
+    Args:
+        model: in which it is the attribute `CALL_ATTRIBUTE`.
+        inputs: of the model.
+    """
+
+    def __init__(self, model: nn.Module, inputs: Inputs) -> None:
+        self.model = model
+        self.inputs = inputs
+        self.domain = inputs.domain
+
+    @run_uncompiled
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the output of the model."""
+        model = self.model
+        if is_running.get() and not self.inputs.are_outside((args, kwargs)):
+            return call_with_hooks(model, args, kwargs)  # everything is of the globe already
+        with _without_outer_hooks(model) as (before, after):
+            for key, hook in before.items():
+                args, kwargs = _run_hook_before(model, key, hook, args, kwargs)
+            with ExitStack() as ending:
+                args, kwargs, entered = self.start(ending, args, kwargs)
+                output = self.finish(call_with_hooks(model, args, kwargs), entered)
+            for key, hook in after.items():
+                given = (args, kwargs) if takes_kwargs_after(model, key) else (args,)
+                result = hook(model, *given, output)
+                output = output if result is None else result
+        return output
+
+    def start(self, ending: ExitStack, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
+        """Start a forward; return its arguments, and pairs of tensors outside and inside.
+
+        Args:
+            ending: gets what has to be done when the forward ends or fails.
+            args, kwargs: of the call.
+        """
+        model, domain = self.model, self.domain
+        ending.enter_context(functions_uncompiled())  # also those that the model has compiled
+        token = is_running.set(True)
+        ending.callback(is_running.reset, token)
+        error: UserError | None = None
+        entered: list[tuple[Tensor, Tensor]] = []
+        tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        try:
+            args, kwargs, entered = self.inputs.enter(args, kwargs)
+        except UserError as caught:
+            error = caught
+        ending.enter_context(same_random_numbers(domain, model, tensors, error))
+        tensors_of_model = EnteredTensors(domain)
+        ending.callback(tensors_of_model.leave)
+        before = _entered_tensors.set(tensors_of_model)
+        ending.callback(_entered_tensors.reset, before)
+        for module in model.modules():
+            tensors_of_model.enter(module)
+        return args, kwargs, entered
+
+    def finish(self, output: Any, entered: Sequence[tuple[Tensor, Tensor]]) -> Any:
+        """Return the output of a forward outside of the model."""
+        result = take_outputs(output, self.domain, self.inputs.of_stage)
+        take_buffers(self.model, self.domain)
+        write_inputs_back(entered)
+        return result
+
+
+def run_rest_of_call(model: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """Let a call that runs its hooks before the forward compute on tensors of the globe from here.
+
+    For a hook that has attached the model's domain: return the arguments for other hooks and for
+    the forward.
+    """
+    call: GlobalCall = model.__dict__[CALL_ATTRIBUTE]
+    with ExitStack() as starting:
+        args, kwargs, entered = call.start(starting, args, kwargs)
+        ending = starting.pop_all()
+
+    def finish(module: nn.Module, args: Any, output: Any) -> Any:
+        handle.remove()
+        with ending:
+            return None if output is None else call.finish(output, entered)
+
+    handle = model.register_forward_hook(finish, always_call=True)
+    return args, kwargs
+
+
+@contextmanager
+def _without_outer_hooks(
+    model: nn.Module,
+) -> Iterator[tuple[dict[int, Any], dict[int, Any]]]:
+    """Take hooks out of a model that have to see plain tensors; return those before and after."""
+    tables = forward_pre_hooks(model), forward_hooks(model)
+    outer: list[dict[int, Any]] = [
+        {key: hook for key, hook in hooks.items() if _sees_plain_tensors(hook)} for hooks in tables
+    ]
+    if not any(outer):
+        yield {}, {}
+        return
+    for hooks, taken in zip(tables, outer, strict=True):
+        for key in taken:
+            del hooks[key]
+    try:
+        yield outer[0], outer[1]
+    finally:
+        for hooks, taken in zip(tables, outer, strict=True):
+            hooks.update(taken)
+        for key in reversed(outer[0]):
+            tables[0].move_to_end(key, last=False)
+
+
+def _sees_plain_tensors(hook: Any) -> bool:
+    """Return whether a hook is that of data parallelism, or ours."""
+    while isinstance(hook, partial):
+        hook = hook.func
+    module = getattr(hook, "__module__", None) or ""
+    return module.startswith(("torch.distributed.", "credit_dp."))
+
+
+def _run_hook_before(
+    model: nn.Module, key: int, hook: Any, args: Any, kwargs: Any
+) -> tuple[Any, Any]:
+    if takes_kwargs(model, key):
+        return hook(model, args, kwargs) or (args, kwargs)
+    result = hook(model, args)
+    if result is None:
+        return args, kwargs
+    return result if isinstance(result, tuple) else (result,), kwargs
+
+
+# ---------------------------------------------------------------- modules called from elsewhere
+
+
+def enter_module(module: nn.Module, args: Any) -> None:
+    """Let a module's parameters have their edge, and check its call: a hook before its forward.
+
+    The parameters of FSDP2 exist only when a module runs.
+
+    Other models may have the module, too, as a default argument `nn.ReLU()` is that of all. Theirs
+    is a call that no such model is part of, and so is one of the module by itself.
+
+    Raises:
+        UserError: a method of the model calls it past the model's forward, where bands are plain
+            tensors.
+    """
+    if torch.compiler.is_compiling():  # another model: one with a domain is not compiled
+        return
+    tensors_of_model = _entered_tensors.get()
+    if tensors_of_model is not None:
+        tensors_of_model.enter(module)
+        return
+    # Without rows, as an embedding of a date, everything is as on one process. When backward
+    # computes a module again, fields are those of the globe.
+    tensors = [x for x in tree_leaves(args) if isinstance(x, Tensor)]
+    if not any(x.ndim >= FIELD_DIMS for x in tensors) or BandTensor in map(type, tensors):
+        return
+    model = _calling_model()
+    if model is not None and model is not module:
+        path = next(path for path, each in model.named_modules() if each is module)
+        raise UserError(
+            f"{path}: called by {type(model).__name__} outside of its forward, where its input "
+            "would be a band that it takes for the globe. Call the model, and let its forward call "
+            "this."
+        )
+
+
+def _calling_model() -> nn.Module | None:
+    """Return the model with a domain whose code runs, if only modules of it are called."""
+    callers = []
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        module = frame.f_locals.get("self")
+        if isinstance(module, nn.Module):
+            callers.append(module)
+            if DOMAIN_ATTRIBUTE in module.__dict__:
+                return module if set(callers) <= set(module.modules()) else None
+        frame = frame.f_back
+    return None
+
+
+# ---------------------------------------------------------------- attached models
+
+
+def attach_domain(
+    model: nn.Module,
+    manager: DomainParallelManager,
+    input_shapes: Sequence[Sequence[int]],
+    *,
+    of_stage: bool = False,
+) -> Domain:
+    """Let a model compute on tensors of the globe, in place; its parameters keep their names.
+
+    Args:
+        model: any model; none of its layers is replaced.
         manager: this rank's position in the mesh.
-        shapes: of the globe's inputs.
+        input_shapes: the shapes of its global inputs.
+        of_stage: whether the model is a stage of a pipeline, see `Inputs`.
 
     Returns:
         the domain, which counts what runs whole.
     """
     domain = Domain(manager)
-    # Kept with the model, as torch makes new ones, without hooks, once nobody holds them.
-    accumulators: list[Any] = []
+    domain.has_model = True
+    for path, module in model.named_modules():
+        if _has_hook(path, module):
+            # After those of FSDP2, whenever these are registered: they come first.
+            module.register_forward_pre_hook(enter_module)
     for parameter in model.parameters():
-        if parameter.requires_grad:
-            node = torch.autograd.graph.get_gradient_edge(parameter).node
-            node.register_prehook(lambda grads: (share(grads[0], domain),))
-            accumulators.append(node)
-    model.__dict__["_band_accumulators"] = accumulators
-
-    def enter(x: Any) -> Any:
-        if not isinstance(x, Tensor):
-            return x
-        rows: Rows = WHOLE
-        for shape in shapes:
-            partition = manager.partition(shape[ROW_DIM])
-            if x.ndim == len(shape) and x.shape[ROW_DIM] == partition.sizes[domain.rank]:
-                rows = Band(ROW_DIM, 1, partition.bounds)
-        return Enter.apply(x, rows, domain)  # type: ignore[no-untyped-call]
-
-    def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
-        return tree_map(enter, args), tree_map(enter, kwargs)
-
-    def after(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-        return tree_map(lambda x: leave(x, domain), output)
-
-    model.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
-    model.register_forward_hook(after, with_kwargs=True)
+        add_hook(parameter)  # before those of users
+    model.__dict__[DOMAIN_ATTRIBUTE] = domain
+    model.__dict__[CALL_ATTRIBUTE] = GlobalCall(model, Inputs(domain, input_shapes, of_stage))
     return domain
+
+
+def attached_domain(model: nn.Module) -> Domain | None:
+    """Return the domain on whose tensors a model computes, if there is one."""
+    return model.__dict__.get(DOMAIN_ATTRIBUTE)
+
+
+def detach_domain(model: nn.Module) -> None:
+    """Undo `attach_domain`."""
+    if model.__dict__.pop(DOMAIN_ATTRIBUTE, None) is None:
+        return
+    model.__dict__.pop(CALL_ATTRIBUTE, None)
+    for parameter in model.parameters():
+        remove_hook(parameter)  # if another model has it, too, its next forward adds one
+    for path, module in model.named_modules():
+        if _has_hook(path, module):  # one for each model with a domain that has the module
+            remove_hooks(module, lambda hook: hook is enter_module, at_most=1)
+
+
+def _has_hook(path: str, module: nn.Module) -> bool:
+    """Whether a module of a model gets the hook `enter_module`."""
+    # Parametrizations compute weights, whenever these are read.
+    computes_weights = "parametrizations" in path.split(".")
+    return bool(path) and not computes_weights and not isinstance(module, torch.jit.ScriptModule)
+
+
+attach = attach_domain

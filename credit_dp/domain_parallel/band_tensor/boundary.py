@@ -54,6 +54,7 @@ from credit_dp.domain_parallel.band_tensor.parameters import (
     share_of_gradient,
 )
 from credit_dp.domain_parallel.band_tensor.random import same_random_numbers
+from credit_dp.domain_parallel.band_tensor.strides import describe, is_dense
 from credit_dp.domain_parallel.band_tensor.tensor import (
     PARTIAL,
     WHOLE,
@@ -76,6 +77,7 @@ from credit_dp.torch_private import (
     call_with_hooks,
     forward_hooks,
     forward_pre_hooks,
+    is_alias,
     remove_hooks,
     run_uncompiled,
     takes_kwargs,
@@ -100,7 +102,11 @@ class Enter(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, rows: Rows, domain: Domain) -> BandTensor:
         """Return the tensor of the globe."""
         ctx.rows, ctx.domain = rows, domain
-        return BandTensor(x.detach(), rows, domain, _strides(x, rows))
+        strides = x.stride()
+        order = sorted(range(x.ndim), key=lambda d: -strides[d])
+        # Views of it have to be what they are on one process, which has no gaps between rows.
+        local = x.detach() if is_dense(x, order) else x.detach().contiguous()
+        return BandTensor(local, rows, domain, _strides(local, rows))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
@@ -118,7 +124,7 @@ class Leave(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, rows: Rows, domain: Domain) -> Tensor:
         """Return the local tensor in memory of its own: the model may have saved what it holds."""
-        ctx.rows, ctx.domain = rows, domain
+        ctx.rows, ctx.domain, ctx.like = rows, domain, describe(x)
         local = with_rows(x, rows, domain)
         is_shared = local is x or (
             type(x) is BandTensor and (local is x.local or x.rows is PARTIAL)
@@ -129,7 +135,8 @@ class Leave(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         """Return the gradient as one of the globe."""
         rows = ctx.rows if isinstance(ctx.rows, Band) else PARTIAL
-        grad = _scaled(grad, 1 / ctx.domain.loss_factor)
+        # In the order in memory of the output, which is the same on all ranks.
+        grad = ctx.like.in_order(_scaled(grad, 1 / ctx.domain.loss_factor))
         return Enter.apply(grad, rows, ctx.domain), None, None  # type: ignore[no-untyped-call]
 
 
@@ -349,10 +356,12 @@ def _is_same_field(shape: Sequence[int], other: Sequence[int]) -> bool:
 def write_inputs_back(entered: Sequence[tuple[Tensor, Tensor]]) -> None:
     """Let inputs that the model has written to be its results, as autograd sees them.
 
-    Their memory has been written already.
+    Their memory has been written already, unless it has gaps.
     """
     for x, field in entered:
-        if type(field) is BandTensor and write_count(field) > 0 and field.requires_grad:
+        if type(field) is not BandTensor or write_count(field) == 0:
+            continue
+        if field.requires_grad or not is_alias(field.local, x):
             x.copy_(Leave.apply(field, field.rows, field.domain))  # type: ignore[no-untyped-call]
 
 

@@ -492,7 +492,7 @@ def _wrapped(
     first = args[0] if args else None
     domain = first.domain if type(first) is BandTensor else domain_of((args, kwargs))
     is_view = returns_view(func)
-    if not is_view:
+    if not is_view or is_copy:
         local = like.in_order(local)
     if local.dtype is not like.dtype:
         local = local.to(like.dtype)

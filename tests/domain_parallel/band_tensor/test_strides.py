@@ -156,3 +156,24 @@ def test_outputs_may_be_changed_though_the_model_has_saved_them() -> None:
     (x.sigmoid() * 3.0).sum().backward()
     found = on_threads(3, outputs_changed, x.detach(), BOUNDS[0])
     torch.testing.assert_close(torch.cat(found, -2), x.grad, rtol=1e-12, atol=1e-12)
+
+
+def gradient_of_reshaped(
+    manager: DomainParallelManager, parts: list[Tensor], bounds: tuple[int, ...]
+) -> Tensor | None:
+    """Return the gradient where input and output gradient are parts of larger tensors."""
+    band, domain = Band(-2, 1, bounds), Domain(manager)
+    x, grad = (cut(part, band, domain.rank) for part in parts)
+    x = x.detach().requires_grad_()
+    y = Enter.apply(x, band, domain).flatten(1, 2).sin().view(2, 4, 12, 6)  # type: ignore[no-untyped-call]
+    Leave.apply(y, band, domain).backward(grad)  # type: ignore[no-untyped-call]
+    return x.grad
+
+
+def test_parts_of_larger_tensors_may_be_inputs_and_gradients() -> None:
+    generator = torch.manual_seed(0)
+    parts = [torch.randn(2, 4, 12, 6, dtype=torch.float64, generator=generator) for _ in range(2)]
+    for bounds in BOUNDS:
+        found = on_threads(3, gradient_of_reshaped, parts, bounds)
+        expected = parts[0].cos() * parts[1]
+        torch.testing.assert_close(torch.cat(found, -2), expected, rtol=1e-12, atol=1e-12)

@@ -474,6 +474,14 @@ def run_as_it_is(function: F) -> F:
     return function
 
 
+def never_compile(function: F) -> F:
+    """Return a function that torch's compiler does not trace, nor those that it calls."""
+    # What `torch.compiler.disable` does, without its import, and without its cost in each call.
+    skip = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
+    set_code_exec_strategy(function.__code__, skip)
+    return function
+
+
 def constant_when_compiled(method: F) -> F:
     """Let torch's compiler call a method while it traces, and take the result for a constant.
 

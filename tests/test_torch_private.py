@@ -80,6 +80,7 @@ from credit_dp.torch_private import (
     is_profiling,
     is_transform_active,
     is_view,
+    never_compile,
     never_measure,
     new_fake,
     new_wrapper,
@@ -847,6 +848,25 @@ def test_the_apply_of_functions_would_be_traced_by_the_compiler():
     (graph,) = graphs
     assert "add" in graph.code
     assert "mul" not in graph.code
+
+
+def test_operators_of_a_subclass_would_be_compiled():
+    def backend(graph, example_inputs):
+        graphs.append(graph)
+        return graph
+
+    def inner(x: Tensor) -> Tensor:
+        return x + 1
+
+    @never_compile
+    def outer(x: Tensor) -> Tensor:
+        found.append(torch.compiler.is_compiling())
+        return inner(x * 2)
+
+    graphs: list[object] = []
+    found: list[bool] = []
+    assert torch.compile(outer, backend=backend)(torch.ones(2)).tolist() == [3, 3]
+    assert (found, graphs) == ([False], [])
 
 
 def test_compiled_backward_passes_would_round_gradients():

@@ -54,7 +54,6 @@ from credit_dp.domain_parallel.band_tensor.parameters import (
     share_of_gradient,
 )
 from credit_dp.domain_parallel.band_tensor.random import same_random_numbers
-from credit_dp.domain_parallel.band_tensor.strides import describe, is_dense
 from credit_dp.domain_parallel.band_tensor.tensor import (
     PARTIAL,
     WHOLE,
@@ -66,6 +65,7 @@ from credit_dp.domain_parallel.band_tensor.tensor import (
     is_running,
     write_count,
 )
+from credit_dp.domain_parallel.halo_exchange import CHANNELS_LAST_FORMATS
 from credit_dp.domain_parallel.manager import DomainParallelManager
 from credit_dp.domain_parallel.partition import FIELD_DIMS, ROW_DIM
 from credit_dp.domain_parallel.planning.model_plan import is_banded
@@ -102,11 +102,18 @@ class Enter(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, rows: Rows, domain: Domain) -> BandTensor:
         """Return the tensor of the globe."""
         ctx.rows, ctx.domain = rows, domain
-        strides = x.stride()
-        order = sorted(range(x.ndim), key=lambda d: -strides[d])
+        local = x.detach()
+        if not isinstance(rows, Band):
+            return BandTensor(local, rows, domain, x.stride(), int(x.storage_offset()))
         # Views of it have to be what they are on one process, which has no gaps between rows.
-        local = x.detach() if is_dense(x, order) else x.detach().contiguous()
-        return BandTensor(local, rows, domain, _strides(local, rows))
+        memory_format = format_of_all_bands(x)
+        local = local.contiguous(memory_format=memory_format)
+        if memory_format is torch.contiguous_format:
+            return BandTensor(local, rows, domain)
+        sizes = list(x.shape)
+        sizes[rows.dim] = rows.size
+        like = torch.empty(sizes, device="meta", memory_format=memory_format)
+        return BandTensor(local, rows, domain, like.stride())
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
@@ -124,7 +131,7 @@ class Leave(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, rows: Rows, domain: Domain) -> Tensor:
         """Return the local tensor in memory of its own: the model may have saved what it holds."""
-        ctx.rows, ctx.domain, ctx.like = rows, domain, describe(x)
+        ctx.rows, ctx.domain = rows, domain
         local = with_rows(x, rows, domain)
         is_shared = local is x or (
             type(x) is BandTensor and (local is x.local or x.rows is PARTIAL)
@@ -135,8 +142,7 @@ class Leave(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         """Return the gradient as one of the globe."""
         rows = ctx.rows if isinstance(ctx.rows, Band) else PARTIAL
-        # In the order in memory of the output, which is the same on all ranks.
-        grad = ctx.like.in_order(_scaled(grad, 1 / ctx.domain.loss_factor))
+        grad = _scaled(grad, 1 / ctx.domain.loss_factor)
         return Enter.apply(grad, rows, ctx.domain), None, None  # type: ignore[no-untyped-call]
 
 
@@ -144,16 +150,17 @@ def _scaled(grad: Tensor, factor: float) -> Tensor:
     return grad if factor == 1 else grad * factor
 
 
-def _strides(x: Tensor, rows: Rows) -> tuple[int, ...] | None:
-    """Return the strides of the globe's tensor whose dimensions are ordered as those of a band."""
-    if x.is_contiguous() or not isinstance(rows, Band):
-        return None if x.is_contiguous() else x.stride()
-    sizes = list(x.shape)
-    sizes[rows.dim] = rows.size
-    strides = x.stride()
-    order = sorted(range(x.ndim), key=lambda d: -strides[d])
-    back = sorted(range(x.ndim), key=lambda d: order[d])
-    return torch.empty([sizes[d] for d in order], device="meta").permute(back).stride()
+def format_of_all_bands(x: Tensor) -> torch.memory_format:
+    """Return the memory format of a field from that of a band, also of an empty one.
+
+    Contiguous, if dimensions are in another order than in the two formats: that is not seen from a
+    band of one row.
+    """
+    # Not by `is_contiguous`, which is true of both formats if a band is empty.
+    channels_last = CHANNELS_LAST_FORMATS.get(x.ndim)
+    if channels_last and x.stride(1) == 1 and x.stride(-1) == x.shape[1] > 1:
+        return channels_last
+    return torch.contiguous_format
 
 
 def rows_outside(shape: Sequence[int], domain: Domain) -> Rows:

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from credit_dp.domain_parallel.band_tensor.strides import describe
 from credit_dp.domain_parallel.band_tensor.tensor import (
     PARTIAL,
     WHOLE,
@@ -15,6 +16,7 @@ from credit_dp.domain_parallel.band_tensor.tensor import (
     BandTensor,
     Domain,
     Rows,
+    ViewOrigin,
     write_count,
 )
 from credit_dp.domain_parallel.bands.moves import Bands, exchange_blocks
@@ -26,6 +28,7 @@ from credit_dp.domain_parallel.halo_exchange import (
 )
 from credit_dp.domain_parallel.partition import RowPartition
 from credit_dp.domain_parallel.transport import keeps_messages
+from credit_dp.errors import UserError
 
 Required = tuple[tuple[RowRange, ...], ...]  # for each rank the rows that it needs
 
@@ -142,7 +145,9 @@ def whole(x: Any) -> Any:
     if x.rows is PARTIAL:
         return _sum_of_parts(x)
     assert isinstance(x.rows, Band)
-    return fetch(x.local, x.rows, all_rows(x.rows.height, x.domain.ranks), x.domain)
+    rows = fetch(x.local, x.rows, all_rows(x.rows.height, x.domain.ranks), x.domain)
+    # Views of it, and of its entries in memory, are those of the globe's tensor.
+    return describe(x).in_order(rows)
 
 
 def _sum_of_parts(x: BandTensor) -> Tensor:
@@ -152,7 +157,7 @@ def _sum_of_parts(x: BandTensor) -> Tensor:
     is_counted = not (x.is_inference() or keeps_messages())
     if is_counted and x.summed is not None and x.summed[0] == write_count(x):
         return x.summed[1]
-    total = x.domain.transport.all_reduce(x.local.contiguous())
+    total: Tensor = describe(x).in_order(x.domain.transport.all_reduce(x.local.contiguous()))
     if is_counted:
         x.summed = write_count(x), total
     return total
@@ -234,7 +239,7 @@ def refresh(x: BandTensor) -> None:
             finish(x.local)
     if x.origin is None or x.is_inference() or x.seen_version == write_count(x):
         return
-    base, func, args, kwargs, part = x.origin
+    base, func, args, kwargs, part = _checked(x.origin)
     new = BandTensor.__torch_dispatch__(func, (), (base, *args), kwargs)
     if part is not None:
         new = new[part]
@@ -245,13 +250,28 @@ def write_back(x: BandTensor) -> None:
     """Write what was written to a copy to its base, from which other views are computed anew."""
     if x.origin is None:
         return
-    base, func, args, kwargs, part = x.origin
+    base, func, args, kwargs, part = _checked(x.origin)
     x.seen_version = write_count(x) + 1  # torch counts the write after it
     values = _values_of_copy(x)
-    target = whole(base).clone()
+    # In the memory of one process, by which `as_strided` finds entries.
+    target = describe(base).empty().copy_(whole(base))
     view = func(target, *args, **kwargs)
     (view if part is None else view[part]).copy_(values)
     put(base, target)
+
+
+def _checked(origin: ViewOrigin) -> ViewOrigin:
+    """Return where a copy came from.
+
+    Raises:
+        UserError: its base has another shape since.
+    """
+    if origin.base.has_changed_shape:
+        raise UserError(
+            "A field changed its shape in place, by a function as `transpose_`, while views of it "
+            "are in use. Use the function without the underscore."
+        )
+    return origin
 
 
 def put(x: BandTensor, values: Tensor) -> None:

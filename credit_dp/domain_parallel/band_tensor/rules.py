@@ -9,10 +9,13 @@ import torch
 from credit_dp.domain_parallel.band_tensor.moving import (
     cut,
     put,
+    refresh,
     whole,
 )
 from credit_dp.domain_parallel.band_tensor.pointwise import pointwise, pointwise_in_place
+from credit_dp.domain_parallel.band_tensor.strides import describe, is_dense, result_strides
 from credit_dp.domain_parallel.band_tensor.tensor import (
+    PARTIAL,
     WHOLE,
     Band,
     BandTensor,
@@ -20,6 +23,7 @@ from credit_dp.domain_parallel.band_tensor.tensor import (
     Rule,
     is_band,
     returns_view,
+    rule_for,
     tensors_in,
 )
 from credit_dp.errors import UserError
@@ -30,7 +34,8 @@ def find_rule(func: Any) -> Rule:
     """Return the rule of an operator that has none of its own."""
     if torch.Tag.inplace_view in func.tags:
         return change_shape_in_place
-    if torch.Tag.pointwise in func.tags:
+    is_number = torch.Tag.data_dependent_output in func.tags  # as of `equal`
+    if torch.Tag.pointwise in func.tags and not is_number:
         return pointwise_in_place if schema_of(func).is_mutable else pointwise
     if is_composite(func):  # torch has not computed it by others, as gradients are off
         return decompose
@@ -58,14 +63,16 @@ def run_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     with tensors[0].domain.whole_call(short_name(func), tensors):
         if schema_of(func).is_mutable:
             return _write_whole(func, args, kwargs)
-        args, kwargs = tree_map(whole, (args, kwargs))
+        # What has strides of its own is the same on each rank only as long as it is whole.
+        has_known_strides = result_strides(func, args, kwargs) is not None
+        args, kwargs = tree_map(on_one_process, (args, kwargs))
         results = func(*args, **kwargs)
     is_view = returns_view(func)
-    rows = bands[0].rows if bands else None
+    rows = bands[0].rows if bands and has_known_strides else None
 
     def part(x: Any) -> Any:
-        if not isinstance(x, torch.Tensor):
-            return x
+        if not isinstance(x, torch.Tensor) or x.layout is not torch.strided:
+            return x  # a sparse tensor is whole, and torch's own
         if not isinstance(rows, Band) or is_view:
             return Part(x, WHOLE, is_copy=bool(bands))
         has_rows = x.ndim == bands[0].ndim and x.shape[rows.dim] == rows.size
@@ -76,6 +83,26 @@ def run_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             [part(x) for x in results] if isinstance(results, list) else tuple(map(part, results))
         )
     return part(results)
+
+
+def on_one_process(x: Any) -> Any:
+    """Return the globe's tensor with its strides; a collective. Others as they are.
+
+    By strides torch may compute in another way, which the function's backward takes for granted, as
+    that of `slogdet`.
+    """
+    y = whole(x)
+    if type(x) is not BandTensor or y.stride() == x.stride():
+        return y
+    for dim, stride in enumerate(x.stride()):
+        if stride == 0 and x.shape[dim] > 1:  # all entries are the same one in memory
+            y = y.narrow(dim, 0, 1)
+    last = 0
+    for stride, n in sorted(zip(x.stride(), y.shape, strict=True)):
+        if n > 1 and stride <= last:  # entries of other dims overlap: there is no such copy
+            return y.expand(x.shape)
+        last += (n - 1) * stride
+    return y.new_empty_strided(y.shape, x.stride()).copy_(y).expand(x.shape)
 
 
 def _write_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -90,7 +117,7 @@ def _write_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
 
     def gathered(name: str, value: Any) -> Any:
         def gather(x: Any) -> Any:
-            y = whole(x)
+            y = on_one_process(x)
             if name in writes and type(x) is BandTensor:
                 y = y.clone() if y is x.local else y
                 written.append((x, y))
@@ -102,6 +129,11 @@ def _write_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     new_kwargs = {name: gathered(name, value) for name, value in kwargs.items()}
     results = func(*new_args, **new_kwargs)
     for x, y in written:
+        if x.shape != y.shape:
+            raise UserError(
+                f"{short_name(func)}: gives a field of {tuple(x.shape)} the shape "
+                f"{tuple(y.shape)} in place. Use the function without the underscore or `out`."
+            )
         put(x, y)
     wrappers = {id(y): x for x, y in written}
     if isinstance(results, list | tuple):
@@ -115,13 +147,13 @@ def change_shape_in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, An
     if type(x) is not BandTensor:
         raise UserError(f"{func}: changes the shape of a tensor that is no field, by a field.")
     view = _view_like(func)
-    if view is None:
+    y = None if view is None else BandTensor.__torch_dispatch__(view, (), args, kwargs)
+    if y is None or y.origin is not None:  # a copy of the tensor that it was: of itself
         raise UserError(
             f"{short_name(func)}: changes the shape of a field in place. Use the function without "
             "the underscore."
         )
-    y = BandTensor.__torch_dispatch__(view, (), args, kwargs)
-    x.local, x.rows, x.origin, x.seen_version = y.local, y.rows, y.origin, y.seen_version
+    x.local, x.rows, x.has_changed_shape = y.local, y.rows, True
     x.fetched = None
     change_own_shape(func, args, kwargs)
     x.described = None
@@ -135,6 +167,45 @@ def _view_like(func: Any) -> Any:
     types = [str(argument.type) for argument in schema_of(func).arguments]
     for overload in packet.overloads() if packet is not None else ():
         found = getattr(packet, overload)
-        if [str(argument.type) for argument in schema_of(found).arguments] == types:
+        if returns_view(found) and [str(x.type) for x in schema_of(found).arguments] == types:
             return found
     return None
+
+
+@rule_for("as_strided.default", "as_strided_copy.default", "as_strided_scatter.default")
+def by_memory(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """View or copy entries by their places in memory, which has to be that of the tensor alone."""
+    is_scatter = func is torch.ops.aten.as_strided_scatter.default
+    x = args[0]
+    size, strides, *given = args[1 + is_scatter :]
+    if type(x) is not BandTensor:  # of torch's own: fields are written to it
+        return run_whole(func, args, kwargs)
+    refresh(x)
+    own = int(x.storage_offset())
+    offset = kwargs.get("storage_offset", given[0] if given else None)
+    offset = own if offset is None else offset
+    last = offset + sum((n - 1) * s for n, s in zip(size, strides, strict=True))
+    if not fills_memory(x) or (0 not in size and not own <= offset <= last < own + x.numel()):
+        raise UserError(
+            f"{short_name(func)}: reaches memory beyond the entries of a field that is a view. Use "
+            "slices, or clone() the field before."
+        )
+    if func is not torch.ops.aten.as_strided.default:
+        if own:
+            x = BandTensor(x.local, x.rows, x.domain, x.stride())
+        others = args[1 : 1 + is_scatter]
+        return run_whole(func, (x, *others, size, strides, offset - own), {})
+    local = x.local if x.rows is PARTIAL else whole(x)
+    local = describe(x).in_order(local)
+    view = func(local, size, strides, offset - own + local.storage_offset())
+    is_copy = local is not x.local
+    if is_copy:
+        with x.domain.whole_call("as_strided", [x]):
+            pass
+    return Part(view, PARTIAL if x.rows is PARTIAL else WHOLE, is_copy)
+
+
+def fills_memory(x: BandTensor) -> bool:
+    """Return whether a tensor's entries follow each other in memory, in any order."""
+    order = describe(x).order
+    return order is None or is_dense(x, order[0])

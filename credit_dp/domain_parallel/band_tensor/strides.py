@@ -14,8 +14,20 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from credit_dp.torch_private import FakeTensorMode, disable_current_modes
+from credit_dp.torch_private import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+    disable_current_modes,
+)
 
+# Values decide on the result's shape, or a user's operator says nothing of it.
+UNKNOWN = (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedOperatorException,
+)
 NUMBERS = (int, float, complex, bool)
 PLAIN = object()  # instead of what a tensor of the globe keeps
 
@@ -102,8 +114,12 @@ def describe(x: Any) -> Any:
     return x
 
 
-def result_strides(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+def result_strides(
+    func: Any, args: Sequence[Any], kwargs: dict[str, Any]
+) -> tuple[Any, ...] | None:
     """Return the description of each tensor that an operator returns, None for what is none.
+
+    None instead of all: they are only known once it has run.
 
     Args:
         func: an operator that changes nothing.
@@ -112,17 +128,27 @@ def result_strides(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tu
     Raises:
         RuntimeError: torch's own, if it refuses the call.
     """
-    key = tuple([describe(x) for x in args])
-    named = tuple([(name, describe(x)) for name, x in kwargs.items()]) if kwargs else ()
+    try:
+        key = tuple([describe(x) for x in args])
+        named = tuple([(name, describe(x)) for name, x in kwargs.items()]) if kwargs else ()
+    except RuntimeError:  # a sparse tensor has no strides
+        return None
     try:
         return _computed(func, key, named)
     except TypeError:  # an argument that is no key, as a generator
         return _compute(func, key, named)
 
 
-def _compute(func: Any, args: Any, kwargs: Any) -> tuple[Any, ...]:
-    with disable_current_modes(), FakeTensorMode():
-        results = func(*_made(args), **{name: _made(x) for name, x in kwargs})
+def _compute(func: Any, args: Any, kwargs: Any) -> tuple[Any, ...] | None:
+    try:
+        with disable_current_modes(), FakeTensorMode():
+            results = func(*_made(args), **{name: _made(x) for name, x in kwargs})
+    except UNKNOWN:
+        return None
+    except RuntimeError:
+        if func.namespace != "aten":  # a user's, which has run, but has no function for it
+            return None
+        raise
     return tuple(
         described(x) if isinstance(x, Tensor) else None
         for x in (results if isinstance(results, list | tuple) else [results])

@@ -27,7 +27,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from credit_dp.domain_parallel.band_tensor.strides import Described, result_strides
+from credit_dp.domain_parallel.band_tensor.strides import Described, described, result_strides
 from credit_dp.domain_parallel.exchange import RowExchange
 from credit_dp.domain_parallel.manager import DomainParallelManager
 from credit_dp.domain_parallel.transport import Transport
@@ -35,6 +35,7 @@ from credit_dp.errors import UserError
 from credit_dp.torch_private import (
     DISABLED_TORCH_FUNCTION,
     backward_pass,
+    never_compile,
     new_wrapper,
     schema_of,
     version_of,
@@ -227,6 +228,7 @@ class BandTensor(Tensor):
             sent when its bands are read: gradients that are added up before are sent as one.
         summed: of parts, their sum and after which write it was taken.
         kept: of a result that backward alone reads: see `Part`.
+        has_changed_shape: whether it has another shape in place than when views of it were made.
     """
 
     # Libraries that choose a backend by a type's module, as opt_einsum, compute it with torch.
@@ -242,6 +244,7 @@ class BandTensor(Tensor):
     unsent: Unsent = ()
     summed: tuple[int, Tensor] | None = None
     kept: tuple[Tensor, ...] | None = None
+    has_changed_shape: bool = False
     # The rule of an operator that has none of its own; set by `rules`, which needs this class.
     find_rule: ClassVar[Callable[[Any], Rule]]
     # The values of the globe that all ranks read; set by `values`.
@@ -287,6 +290,7 @@ class BandTensor(Tensor):
         return x
 
     @classmethod
+    @never_compile
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
@@ -468,11 +472,15 @@ def domain_of(values: Any) -> Domain:
 def wrap(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
     """Return what a rule returned as tensors of the globe, with the strides of one process."""
     if type(result) is Part:
-        like = result_strides(func, args, kwargs)[0]
+        likes = result_strides(func, args, kwargs)
+        like = described(result.local) if likes is None else likes[0]
         return _wrapped(func, args, kwargs, result, like, None)
     if not isinstance(result, list | tuple) or not any(type(x) is Part for x in result):
         return result
-    every = zip(result, result_strides(func, args, kwargs), strict=True)
+    likes = result_strides(func, args, kwargs)
+    if likes is None:  # the rule has made whole tensors
+        likes = tuple([described(x.local) if type(x) is Part else None for x in result])
+    every = zip(result, likes, strict=True)
     wrapped = [
         _wrapped(func, args, kwargs, part, like, index) if type(part) is Part else part
         for index, (part, like) in enumerate(every)

@@ -101,6 +101,27 @@ def test_strides_are_those_of_one_process(program: Callable[[Tensor], Results]) 
                     torch.testing.assert_close(value, wanted, rtol=1e-12, atol=1e-12)
 
 
+def entered(
+    manager: DomainParallelManager, x: Tensor, bounds: tuple[int, ...]
+) -> tuple[tuple[int, ...], Tensor]:
+    band, domain = Band(-2, 1, bounds), Domain(manager)
+    y = Enter.apply(cut(x, band, domain.rank), band, domain)  # type: ignore[no-untyped-call]
+    return y.stride(), whole(y.permute(2, 3, 0, 1).flatten(2).detach())
+
+
+def test_a_field_has_the_memory_format_of_its_bands() -> None:
+    x = torch.randn(2, 4, 12, 6, dtype=torch.float64, generator=torch.manual_seed(0))
+    last = x.to(memory_format=torch.channels_last)
+    # Others have no format that a rank sees from one row: their dimensions are in order.
+    columns_first = x.permute(0, 3, 2, 1).contiguous().permute(0, 3, 2, 1)
+    for bounds in BOUNDS:
+        for y, strides in ((x, x.stride()), (last, last.stride()), (columns_first, x.stride())):
+            with entry((bounds, strides)):
+                for found, values in on_threads(3, entered, y, bounds):
+                    assert found == strides
+                    assert torch.equal(values, x.permute(2, 3, 0, 1).flatten(2))
+
+
 def written(x: Tensor) -> Results:
     """Write to what torch takes for a view, and to what it takes for a copy."""
     x = x * 1

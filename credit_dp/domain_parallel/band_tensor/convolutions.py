@@ -285,7 +285,6 @@ def _contract_rows(
         return None
     dim, first, stop = rows.dim, *taps.bounds[domain.rank : domain.rank + 2]
     sizes = _sizes_of_result(x, weight, settings)
-    bias = whole(bias) if domain.rank == 0 else None
     if dim != taps.dim or x.ndim + dim < 1:
         return None
     if x.ndim + dim == 1:  # rows are channels of both
@@ -297,6 +296,9 @@ def _contract_rows(
         required = _rows_under_taps(taps.bounds, rows.height, settings, dim, sizes[dim])
         local = fetch(x.local, rows, required, domain)
         inner = settings.with_rows(dim, 0)
+    bias = whole(bias)
+    if domain.rank > 0:  # added once
+        bias = None
     if first == stop:
         y = local.new_zeros(sizes)
         return Part(y if bias is None else y + bias.reshape(-1, *(1,) * (x.ndim - 2)), PARTIAL)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from itertools import pairwise
 from typing import Any
@@ -29,6 +30,7 @@ from credit_dp.domain_parallel.halo_exchange import (
 from credit_dp.domain_parallel.partition import RowPartition
 from credit_dp.domain_parallel.transport import keeps_messages
 from credit_dp.errors import UserError
+from credit_dp.torch_private import schema_of
 
 Required = tuple[tuple[RowRange, ...], ...]  # for each rank the rows that it needs
 
@@ -251,6 +253,11 @@ def write_back(x: BandTensor) -> None:
     if x.origin is None:
         return
     base, func, args, kwargs, part = _checked(x.origin)
+    if overlaps(x.shape, x.stride()):
+        raise UserError(
+            f"{schema_of(func).name.removeprefix('aten::')}: its result, to which is written, has "
+            "entries of a field at several places. Write to a clone() of it."
+        )
     x.seen_version = write_count(x) + 1  # torch counts the write after it
     values = _values_of_copy(x)
     # In the memory of one process, by which `as_strided` finds entries.
@@ -258,6 +265,16 @@ def write_back(x: BandTensor) -> None:
     view = func(target, *args, **kwargs)
     (view if part is None else view[part]).copy_(values)
     put(base, target)
+
+
+def overlaps(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Return whether a tensor may have the same entry in memory at several places."""
+    last = 0
+    for stride, n in sorted(zip(strides, shape, strict=True)):
+        if n > 1 and stride <= last:
+            return True
+        last += (n - 1) * stride
+    return False
 
 
 def _checked(origin: ViewOrigin) -> ViewOrigin:

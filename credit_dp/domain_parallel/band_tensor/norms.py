@@ -253,8 +253,9 @@ def batch_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     band, domain, local = x.rows, x.domain, x.local
     if row_dim == 1 or not training:
         rows = band._replace(dim=-1) if row_dim == 1 else WHOLE
+        operands = _with_local(given, band, rows, domain)
         if local.numel():
-            y, *others = func(**_with_local(given, band, rows, domain))
+            y, *others = func(**operands)
         else:  # torch's kernels divide by the number of entries
             y, *others = local.clone(), *[local.new_empty(0)] * (len(schema_of(func).returns) - 1)
         return Part(y, band), *(Part(each, rows if each.numel() else WHOLE) for each in others)
@@ -325,8 +326,9 @@ def batch_norm_backward(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     training = given.get("train", given.get("update", True))
     if row_dim == 1 or not training:
         rows: Rows = band._replace(dim=-1) if row_dim == 1 else WHOLE
+        operands = _with_local(given, band, rows, domain)
         if x.local.numel():
-            grad_x, *shares = func(**_with_local(given, band, rows, domain))
+            grad_x, *shares = func(**operands)
         else:
             grad_x, *shares = x.local.clone(), *[x.local.new_zeros(x.shape[1])] * 2
         count = band.outer * band.sizes(domain.rank) if row_dim == 1 else x.shape[1]

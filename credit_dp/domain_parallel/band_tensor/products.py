@@ -34,6 +34,7 @@ from credit_dp.domain_parallel.band_tensor.tensor import (
     rule_for,
 )
 from credit_dp.domain_parallel.partition import falls_into_equal_parts
+from credit_dp.errors import UserError
 from credit_dp.torch_private import tree_leaves, tree_map
 
 aten = torch.ops.aten
@@ -280,6 +281,13 @@ def product(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return run_whole(func, args, kwargs)
     if form.is_added and found.rows is PARTIAL and domain_of(args).rank:
         kwargs = kwargs | {"beta": 0}  # the first rank adds it
+    if form.is_added and 0 in found.parts[1].shape:  # then some of torch's do not broadcast
+        sizes = {
+            name: n
+            for names, x in zip(labels[1:], found.parts[1:], strict=True)
+            for name, n in zip(names, x.shape, strict=True)
+        }
+        found.parts[0] = found.parts[0].expand([sizes[name] for name in form.out])
     return Part(func(*found.parts, *args[count:], **kwargs), found.rows)
 
 
@@ -287,7 +295,13 @@ def product(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def product_in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Add a product to a tensor in place."""
     sum_of = getattr(aten, short_name(func).removesuffix("_")).default
-    return aten.copy_.default(args[0], sum_of(*args, **kwargs))
+    total = sum_of(*args, **kwargs)
+    if total.shape != args[0].shape:
+        raise UserError(
+            f"{short_name(func)}: gives a field of {tuple(args[0].shape)} the shape "
+            f"{tuple(total.shape)} in place. Use the function without the underscore."
+        )
+    return aten.copy_.default(args[0], total)
 
 
 @rule_for("_addmm_activation.default")
@@ -383,7 +397,8 @@ def distances_backward(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
     if found is None:
         return run_whole(func, args, kwargs)
     grad, a, b, result = found.parts
-    a = a.expand(*grad.shape[:-2], -1, -1)
+    if 0 not in args[4].shape:  # else torch returns a gradient that it has not expanded
+        a = a.expand(*grad.shape[:-2], -1, -1)
     return Part(func(grad.contiguous(), a, b, p, result.contiguous()), found.rows)
 
 

@@ -8,6 +8,7 @@ import torch
 
 from credit_dp.domain_parallel.band_tensor.moving import (
     cut,
+    overlaps,
     put,
     refresh,
     whole,
@@ -97,11 +98,8 @@ def on_one_process(x: Any) -> Any:
     for dim, stride in enumerate(x.stride()):
         if stride == 0 and x.shape[dim] > 1:  # all entries are the same one in memory
             y = y.narrow(dim, 0, 1)
-    last = 0
-    for stride, n in sorted(zip(x.stride(), y.shape, strict=True)):
-        if n > 1 and stride <= last:  # entries of other dims overlap: there is no such copy
-            return y.expand(x.shape)
-        last += (n - 1) * stride
+    if overlaps(y.shape, x.stride()):  # there is no such copy
+        return y.expand(x.shape)
     return y.new_empty_strided(y.shape, x.stride()).copy_(y).expand(x.shape)
 
 

@@ -47,8 +47,8 @@ def pointwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     domain = domain_of((args, kwargs))
     local = [_local(x, rows, domain) for x in args]
     result = func(*local, **{name: _local(x, rows, domain) for name, x in kwargs.items()})
-    if isinstance(result, tuple):
-        return tuple([Part(x, rows) for x in result])
+    if isinstance(result, tuple):  # some have a buffer beside the result, which may be empty
+        return tuple([Part(x, rows if x.ndim == result[0].ndim else WHOLE) for x in result])
     return Part(result, rows)
 
 
@@ -142,7 +142,18 @@ def pointwise_in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
     return x
 
 
-rule_for("copy_", "fill_", "zero_", "masked_fill_")(pointwise_in_place)
+# What is pointwise, too, though torch does not say so.
+rule_for(
+    *("elu_backward.default", "hardsigmoid_backward.default", "hardswish.default"),
+    *("hardswish_backward.default", "hardtanh_backward.default", "leaky_relu_backward.default"),
+    *("log_sigmoid_forward.default", "log_sigmoid_backward.default", "masked_fill.Tensor"),
+    *("hardshrink_backward.default", "softshrink_backward.default"),
+    *("mish_backward.default", "softplus_backward.default"),
+    *("_prelu_kernel.default", "_prelu_kernel_backward.default"),
+)(pointwise)
+rule_for("copy_", "fill_", "zero_", "masked_fill_", "gelu_", "hardswish_", "mish_", "threshold_")(
+    pointwise_in_place
+)
 
 
 @rule_for("clone", "_to_copy", "alias", "detach", "lift_fresh_copy")

@@ -1,6 +1,6 @@
 """The operators that torch tests itself with, and sample arguments of each.
 
-This is the one module that imports torch's private package of tests.
+This is the one module that imports torch's private database of them.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.domain_parallel.band_tensor.boundary import Enter
-from credit_dp.domain_parallel.band_tensor.moving import cut, whole
+from credit_dp.domain_parallel.band_tensor.moving import cut, overlaps, whole
 from credit_dp.domain_parallel.band_tensor.parameters import share
 from credit_dp.domain_parallel.band_tensor.tensor import (
     PARTIAL,
@@ -178,7 +178,7 @@ def call(case: Case, leaves: list[Any], grad_of: Callable[[int, Tensor], Tensor]
     else:
         result = sample.function(*args, **kwargs)
     if case.kind == WRITE:
-        written = [x for x in tree_leaves(result) if isinstance(x, Tensor) and is_view(x)]
+        written = [x for x in tree_leaves(result) if may_be_written(x)]
         for x in written:
             x.mul_(3)
         result = [*written, *(x for x in arguments if isinstance(x, Tensor))]
@@ -235,6 +235,11 @@ def precision_of(x: Tensor) -> float:
 
 def detached(x: Any) -> Any:
     return x.detach() if isinstance(x, Tensor) else x
+
+
+def may_be_written(x: Any) -> bool:
+    """Return whether a result is a view, each of whose entries has a place of its own in memory."""
+    return isinstance(x, Tensor) and is_view(x) and not overlaps(x.shape, x.stride())
 
 
 def describe(x: Any) -> Any:

@@ -66,16 +66,19 @@ def run_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             return _write_whole(func, args, kwargs)
         # What has strides of its own is the same on each rank only as long as it is whole.
         has_known_strides = result_strides(func, args, kwargs) is not None
+        first = args[0] if args else None
         args, kwargs = tree_map(on_one_process, (args, kwargs))
         results = func(*args, **kwargs)
     is_view = returns_view(func)
+    # Also of parts of a sum, and of what has other strides here.
+    is_copy = is_view and type(first) is BandTensor and args[0] is not first.local
     rows = bands[0].rows if bands and has_known_strides else None
 
     def part(x: Any) -> Any:
         if not isinstance(x, torch.Tensor) or x.layout is not torch.strided:
             return x  # a sparse tensor is whole, and torch's own
         if not isinstance(rows, Band) or is_view:
-            return Part(x, WHOLE, is_copy=bool(bands))
+            return Part(x, WHOLE, is_copy)
         has_rows = x.ndim == bands[0].ndim and x.shape[rows.dim] == rows.size
         return Part(cut(x, rows, tensors[0].domain.rank), rows) if has_rows else Part(x, WHOLE)
 

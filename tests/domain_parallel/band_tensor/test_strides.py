@@ -144,6 +144,7 @@ def written_gradient(grad: Tensor) -> Results:
     row.exp_()
     half.flatten()[3:9:2] *= grad.flatten()[0]
     half.T.clamp_(max=1.5)
+    half.diagonal().mul_(2.0)
     return [half, row, grad.long(), grad * grad, grad / grad, 2 / grad]
 
 

@@ -45,7 +45,7 @@ from credit_dp.domain_parallel.band_tensor import (  # noqa: F401
     values,
     views,
 )
-from credit_dp.domain_parallel.band_tensor.moving import with_rows
+from credit_dp.domain_parallel.band_tensor.moving import is_held_by, with_rows
 from credit_dp.domain_parallel.band_tensor.parameters import (
     EnteredTensors,
     add_hook,
@@ -133,9 +133,7 @@ class Leave(torch.autograd.Function):
         """Return the local tensor in memory of its own: the model may have saved what it holds."""
         ctx.rows, ctx.domain = rows, domain
         local = with_rows(x, rows, domain)
-        is_shared = local is x or (
-            type(x) is BandTensor and (local is x.local or x.rows is PARTIAL)
-        )
+        is_shared = local is x or (type(x) is BandTensor and is_held_by(x, local))
         return local.clone() if is_shared else local
 
     @staticmethod

@@ -397,7 +397,8 @@ def sample(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     rows = rows_of(grid)
     if not isinstance(rows, Band) or rows.dim != GRID_ROWS:
         return run_whole(func, args, kwargs)
-    return Part(func(whole(x), grid.local, *settings), rows._replace(dim=SAMPLE_ROWS))
+    field = whole(x, is_read_again=x.requires_grad or grid.requires_grad)
+    return Part(func(field, grid.local, *settings), rows._replace(dim=SAMPLE_ROWS))
 
 
 @rule_for("grid_sampler_2d_backward.default")

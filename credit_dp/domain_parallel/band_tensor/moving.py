@@ -7,6 +7,7 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from credit_dp.domain_parallel.band_tensor.strides import describe
@@ -16,6 +17,7 @@ from credit_dp.domain_parallel.band_tensor.tensor import (
     Band,
     BandTensor,
     Domain,
+    OtherLayouts,
     Rows,
     ViewOrigin,
     write_count,
@@ -30,7 +32,7 @@ from credit_dp.domain_parallel.halo_exchange import (
 from credit_dp.domain_parallel.partition import RowPartition
 from credit_dp.domain_parallel.transport import keeps_messages
 from credit_dp.errors import UserError
-from credit_dp.torch_private import schema_of
+from credit_dp.torch_private import backward_pass, schema_of
 
 Required = tuple[tuple[RowRange, ...], ...]  # for each rank the rows that it needs
 
@@ -137,32 +139,136 @@ def moved(x: Tensor, have: Band, wanted: Band, domain: Domain) -> Tensor:
     return exchange_blocks(x, source, target, domain.transport)
 
 
-def whole(x: Any) -> Any:
-    """Return the globe's tensor; a collective if it is cut or partial. Others as they are."""
+def whole(x: Any, is_read_again: bool = False) -> Any:
+    """Return the globe's tensor; a collective if it is cut or partial. Others as they are.
+
+    Args:
+        x: any value.
+        is_read_again: whether backward needs it, too: see `known_layouts`.
+    """
     if type(x) is not BandTensor:
         return x
     refresh(x)
-    if x.rows is WHOLE:
-        return x.local
-    if x.rows is PARTIAL:
-        return _sum_of_parts(x)
-    assert isinstance(x.rows, Band)
-    rows = fetch(x.local, x.rows, all_rows(x.rows.height, x.domain.ranks), x.domain)
-    # Views of it, and of its entries in memory, are those of the globe's tensor.
-    return describe(x).in_order(rows)
+    return x.local if x.rows is WHOLE else _in_layout(x, WHOLE, is_read_again)
 
 
-def _sum_of_parts(x: BandTensor) -> Tensor:
-    """Return the sum of all ranks' parts; a collective, but where it is known from before."""
+def _in_layout(x: BandTensor, rows: Rows, is_read_again: bool) -> Tensor:
+    """Return the local tensor in another layout, which may be known from before."""
+    others = known_layouts(x)
+    found = None if others is None else others.parts.get(rows)
+    if found is not None:
+        return found
+    local = _moved_to(x, rows, is_read_again)
+    if others is not None and _is_kept(x, is_read_again):
+        others.parts[rows] = local
+    return_gradient(x)
+    return local
+
+
+def _moved_to(x: BandTensor, rows: Rows, is_read_again: bool) -> Tensor:
+    """Return the local tensor in another layout: rows are sent, or parts are summed up."""
+    have, domain = x.rows, x.domain
+    if have is PARTIAL:
+        if isinstance(rows, Band):  # each rank sums up its rows only
+            return give_back(x.local, rows, all_rows(rows.height, domain.ranks), domain)
+        return sum_of_parts(x)
+    assert isinstance(have, Band)
+    if not isinstance(rows, Band):
+        everywhere = fetch(x.local, have, all_rows(have.height, domain.ranks), domain)
+        # Views of it, and of its entries in memory, are those of the globe's tensor.
+        ordered: Tensor = describe(x).in_order(everywhere)
+        return ordered
+    if is_same_field(have, rows):
+        return fetch(x.local, have, rows_of_bands(rows.bounds), domain)
+    if have.dim != rows.dim:
+        return moved(x.local, have, rows, domain)
+    return cut(whole(x, is_read_again), rows, domain.rank)
+
+
+def sum_of_parts(x: BandTensor) -> Tensor:
+    """Return the sum of all ranks' parts; a collective, of each entry that is repeated once."""
+    part = x.local
+    for dim, stride in enumerate(x.stride()):  # the globe's: alike on all ranks
+        if stride == 0:
+            part = part.narrow(dim, 0, min(1, x.shape[dim]))
+    total = x.domain.transport.all_reduce(part.contiguous()).expand(x.shape)
+    ordered: Tensor = describe(x).in_order(total)
+    return ordered
+
+
+def known_layouts(x: BandTensor) -> OtherLayouts | None:
+    """Return what is known of a tensor in other layouts; None if nothing may be kept.
+
+    Autograd saves an operator's operands as they are, and backward would move them again.
+    """
     # torch counts no writes in inference; and a part of a model that is computed again with the
     # messages that it kept has to make the same calls as before.
-    is_counted = not (x.is_inference() or keeps_messages())
-    if is_counted and x.summed is not None and x.summed[0] == write_count(x):
-        return x.summed[1]
-    total: Tensor = describe(x).in_order(x.domain.transport.all_reduce(x.local.contiguous()))
-    if is_counted:
-        x.summed = write_count(x), total
-    return total
+    if x.is_inference() or keeps_messages():
+        return None
+    uncounted = x.domain.uncounted
+    if uncounted and x.local.untyped_storage().data_ptr() in uncounted:
+        return None
+    version = write_count(x)
+    if x.others is None or x.others.version != version:
+        x.others = OtherLayouts(version)
+    return x.others
+
+
+def is_held_by(x: BandTensor, local: Tensor) -> bool:
+    """Return whether a tensor may hold what `with_rows` has returned of it."""
+    has_others = x.others is not None and bool(x.others.parts)
+    return local is x.local or x.rows is WHOLE or has_others
+
+
+def _is_kept(x: BandTensor, is_read_again: bool) -> bool:
+    """Return whether a tensor keeps another layout, for as long as it exists.
+
+    Sums of parts, what backward reads again, and in backward gradients: several operators read
+    them, and then they are gone.
+    """
+    if x.rows is PARTIAL or (is_read_again and torch.is_grad_enabled()):
+        return True
+    return backward_pass() >= 0 and not x.requires_grad
+
+
+# ---------------------------------------------------------------- gradients of what is moved
+
+
+class Return(torch.autograd.Function):
+    """Move a gradient to other bands where its own gradient may be wanted."""
+
+    @staticmethod
+    def forward(ctx: Any, grad: BandTensor, rows: Band) -> BandTensor:
+        """Return the same tensor in other bands."""
+        return rebanded(grad, rows)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        """Return the gradient in whatever layout it is."""
+        return grad, None
+
+
+def return_gradient(x: BandTensor) -> None:
+    """Let the gradient of a tensor whose rows are moved come back to its bands.
+
+    What has computed the tensor has saved fields in these bands. A gradient in other ones would be
+    moved for each of them, and the fields, too.
+    """
+    rows = x.rows
+    if x.returns or not x.requires_grad or backward_pass() >= 0 or x.grad_fn is None:
+        return
+    if not isinstance(rows, Band) or rows.outer > 1:  # of folded rows backward takes no slices
+        return
+    x.returns = True
+
+    def returned(grad: Tensor) -> Tensor | None:
+        if type(grad) is not BandTensor or grad.rows == rows:
+            return None
+        if torch.is_grad_enabled():
+            return Return.apply(grad, rows)  # type: ignore[no-untyped-call, no-any-return]
+        return rebanded(grad, rows)
+
+    x.register_hook(returned)  # type: ignore[no-untyped-call]
 
 
 def cut(x: Tensor, band: Band, rank: int) -> Tensor:
@@ -184,26 +290,25 @@ def among_zeros(x: Tensor, band: Band, rank: int) -> Tensor:
     return result
 
 
-def with_rows(x: Any, rows: Rows, domain: Domain) -> Tensor:
+def with_rows(x: Any, rows: Rows, domain: Domain, is_read_again: bool = False) -> Tensor:
     """Return the local tensor of a value in another layout: bands or whole.
 
     A tensor that broadcasts along the rows is not cut. A collective if rows have to be sent, which
     layouts alone decide.
+
+    Args:
+        x: any tensor.
+        rows: the layout.
+        domain: the ranks.
+        is_read_again: whether backward needs it, too: see `known_layouts`.
     """
     if type(x) is BandTensor:
         refresh(x)
         if x.rows == rows:
             return x.local
-        have = x.rows
-        if isinstance(rows, Band) and not broadcasts(x, rows):
-            if have is PARTIAL:  # each rank sums up its rows only
-                required = all_rows(rows.height, domain.ranks)
-                return give_back(x.local, rows, required, domain)
-            if isinstance(have, Band) and is_same_field(have, rows):
-                return fetch(x.local, have, rows_of_bands(rows.bounds), domain)
-            if isinstance(have, Band) and have.dim != rows.dim:
-                return moved(x.local, have, rows, domain)
-    local: Tensor = whole(x)
+        if x.rows is not WHOLE and isinstance(rows, Band) and not broadcasts(x, rows):
+            return _in_layout(x, rows, is_read_again)
+    local: Tensor = whole(x, is_read_again)
     if not isinstance(rows, Band) or broadcasts(local, rows):
         return local
     return cut(local, rows, domain.rank)
@@ -211,7 +316,10 @@ def with_rows(x: Any, rows: Rows, domain: Domain) -> Tensor:
 
 def rebanded(x: BandTensor, rows: Band) -> BandTensor:
     """Return a tensor in other bands; a collective if rows have to be sent."""
-    return BandTensor(with_rows(x, rows, x.domain), rows, x.domain, x.stride())
+    like = describe(x)
+    strides = None if 0 in like.strides else like.strides
+    local = with_rows(x, rows, x.domain)
+    return BandTensor(local if strides is None else like.in_order(local), rows, x.domain, strides)
 
 
 def is_same_field(a: Band, b: Band) -> bool:
@@ -293,7 +401,7 @@ def _checked(origin: ViewOrigin) -> ViewOrigin:
 
 def put(x: BandTensor, values: Tensor) -> None:
     """Write the globe's values to a tensor, in its layout and its memory, which views share."""
-    x.summed = None
+    x.others = None
     if x.rows is not PARTIAL:
         x.local.copy_(with_rows(values, x.rows, x.domain))
     elif x.domain.rank == 0:  # the sum of the ranks' parts

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from credit_dp.domain_parallel.band_tensor.moving import (
     broadcasts,
+    known_layouts,
     put,
     refresh,
     whole,
@@ -24,29 +26,46 @@ from credit_dp.domain_parallel.band_tensor.tensor import (
     Part,
     Rows,
     domain_of,
+    is_band,
     rule_for,
     tensors_in,
 )
+from credit_dp.domain_parallel.transport import keeps_messages
+from credit_dp.torch_private import backward_pass
 
 aten = torch.ops.aten
 META = torch.device("meta")
 # Of sums of ranks' parts these are the sums of what they are of the parts.
 PRODUCTS = {aten.mul.Tensor, aten.div.Tensor, aten.mul.Scalar, aten.div.Scalar}
+PRODUCTS_IN_PLACE = {aten.mul_.Tensor, aten.div_.Tensor, aten.mul_.Scalar, aten.div_.Scalar}
 SUMS = {aten.add.Tensor, aten.sub.Tensor}
+# They have not torch's tag of such operators.
+UNTAGGED = (
+    "complex", "polar", "_prelu_kernel", "_prelu_kernel_backward", "elu_backward", "hardswish",
+    "hardshrink_backward", "hardsigmoid_backward", "hardswish_backward", "hardtanh_backward",
+    "leaky_relu_backward", "log_sigmoid_forward", "log_sigmoid_backward", "mish_backward",
+    "rrelu_with_noise_backward", "softplus_backward", "softshrink_backward",
+)  # fmt: skip
 
 
 def pointwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Compute each band by itself."""
     rows = rows_of_all(args) if not kwargs else None
+    is_read_again = False
     if rows is None:  # operands are held in several ways
         tensors = list(tensors_in((args, kwargs)))
         for x in tensors:
             if type(x) is BandTensor:
                 refresh(x)
         rows = PARTIAL if _is_partial(func, tensors) else common_rows(tensors)
+        is_read_again = func not in SUMS and any(x.requires_grad for x in tensors)
     domain = domain_of((args, kwargs))
-    local = [_local(x, rows, domain) for x in args]
-    result = func(*local, **{name: _local(x, rows, domain) for name, x in kwargs.items()})
+    if rows is PARTIAL and func in SUMS:
+        local = [on_first_rank(x, domain) for x in args[:2]]
+        return Part(func(*local, **kwargs), PARTIAL)
+    local = [_local(x, rows, domain, is_read_again) for x in args]
+    named = {name: _local(x, rows, domain, is_read_again) for name, x in kwargs.items()}
+    result = func(*local, **named)
     if isinstance(result, tuple):  # some have a buffer beside the result, which may be empty
         return tuple([Part(x, rows if x.ndim == result[0].ndim else WHOLE) for x in result])
     return Part(result, rows)
@@ -78,14 +97,41 @@ def rows_of_all(args: tuple[Any, ...]) -> Rows | None:
     return rows
 
 
-def _local(x: Any, rows: Rows, domain: Domain) -> Any:
+def _local(x: Any, rows: Rows, domain: Domain, is_read_again: bool = False) -> Any:
     if type(x) is BandTensor and x.rows is rows:
         return x.local
     if isinstance(x, Tensor):
         if rows is PARTIAL:
             return x.local if type(x) is BandTensor and x.rows is PARTIAL else whole(x)
-        return with_rows(x, rows, domain)
-    return [_local(each, rows, domain) for each in x] if isinstance(x, list | tuple) else x
+        return with_rows(x, rows, domain, is_read_again)
+    if isinstance(x, list | tuple):
+        return [_local(each, rows, domain, is_read_again) for each in x]
+    return x
+
+
+def on_first_rank(x: Tensor, domain: Domain) -> Tensor:
+    """Return a rank's part of a tensor: of one that all ranks have all is on the first rank."""
+    if type(x) is BandTensor and x.rows is PARTIAL:
+        return x.local
+    everything: Tensor = whole(x)
+    return everything if domain.rank == 0 else torch.zeros_like(everything)
+
+
+def has_unknown_sum(x: Any) -> bool:
+    """Return whether a value is a tensor in parts that nothing has summed up."""
+    if type(x) is not BandTensor or x.rows is not PARTIAL:
+        return False
+    known = known_layouts(x)
+    return known is None or WHOLE not in known.parts
+
+
+def is_unsummed(x: Any) -> bool:
+    """Return whether a value is a gradient in parts that nothing has summed up.
+
+    It may be a parameter's, which is never summed up here. Where backward computes a forward again
+    with the messages that were kept, it makes the forward's calls.
+    """
+    return has_unknown_sum(x) and backward_pass() >= 0 and not keeps_messages()
 
 
 def _is_partial(func: Any, tensors: list[Tensor]) -> bool:
@@ -94,7 +140,9 @@ def _is_partial(func: Any, tensors: list[Tensor]) -> bool:
     if func is aten.neg.default:
         return partial[0]
     if func in SUMS:
-        return all(partial) and len(tensors) == 2
+        if len(tensors) != 2 or any(map(is_band, tensors)):
+            return False
+        return all(partial) or any(map(is_unsummed, tensors))
     if func in PRODUCTS:  # with what every rank has: no sum is divided by another or by rows
         has_bands = any(type(x) is BandTensor and type(x.rows) is Band for x in tensors)
         return sum(partial) == 1 and not has_bands and (partial[0] or func is aten.mul.Tensor)
@@ -127,6 +175,11 @@ def pointwise_in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
     if type(x) is not BandTensor or "out" in kwargs:
         return run_whole(func, args, kwargs)
     refresh(x)
+    if _remain_parts(func, x, args[1:], kwargs):
+        x.others = None
+        func(x.local, *map(whole, args[1:]), **kwargs)
+        write_back(x)
+        return x
     is_partial = x.rows is PARTIAL
     rows = WHOLE if is_partial else x.rows
     local = whole(x) if is_partial else x.local
@@ -142,15 +195,17 @@ def pointwise_in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
     return x
 
 
-# What is pointwise, too, though torch does not say so.
-rule_for(
-    *("elu_backward.default", "hardsigmoid_backward.default", "hardswish.default"),
-    *("hardswish_backward.default", "hardtanh_backward.default", "leaky_relu_backward.default"),
-    *("log_sigmoid_forward.default", "log_sigmoid_backward.default", "masked_fill.Tensor"),
-    *("hardshrink_backward.default", "softshrink_backward.default"),
-    *("mish_backward.default", "softplus_backward.default"),
-    *("_prelu_kernel.default", "_prelu_kernel_backward.default"),
-)(pointwise)
+def _remain_parts(func: Any, x: BandTensor, others: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Return whether parts that are written to remain parts of the sum, as those of gradients."""
+    if x.rows is not PARTIAL or kwargs:
+        return False
+    if any(type(y) is BandTensor and y.rows is not WHOLE for y in others):
+        return False
+    is_zeroed = func is aten.masked_fill_.Scalar and others[1] == 0
+    return is_zeroed or func in PRODUCTS_IN_PLACE
+
+
+rule_for(*(f"{name}.default" for name in UNTAGGED), "masked_fill.Tensor")(pointwise)
 rule_for("copy_", "fill_", "zero_", "masked_fill_", "gelu_", "hardswish_", "mish_", "threshold_")(
     pointwise_in_place
 )

@@ -15,18 +15,22 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from credit_dp.domain_parallel.band_tensor import views
 from credit_dp.domain_parallel.band_tensor.moving import (
     is_same_field,
+    known_layouts,
     refresh,
     whole,
     with_rows,
 )
+from credit_dp.domain_parallel.band_tensor.pointwise import has_unknown_sum, is_unsummed
 from credit_dp.domain_parallel.band_tensor.rules import decompose, run_whole, short_name
 from credit_dp.domain_parallel.band_tensor.tensor import (
     PARTIAL,
     WHOLE,
     Band,
     BandTensor,
+    OtherLayouts,
     Part,
     Rows,
     domain_of,
@@ -34,8 +38,9 @@ from credit_dp.domain_parallel.band_tensor.tensor import (
     rule_for,
 )
 from credit_dp.domain_parallel.partition import falls_into_equal_parts
+from credit_dp.domain_parallel.transport import keeps_messages
 from credit_dp.errors import UserError
-from credit_dp.torch_private import tree_leaves, tree_map
+from credit_dp.torch_private import backward_pass, tree_leaves, tree_map
 
 aten = torch.ops.aten
 Shape = tuple[int, ...]
@@ -73,6 +78,7 @@ def best_cut(
     ranks: int,
     parts: tuple[Shape, ...],
     uncut: str,
+    is_gradient: bool = False,
 ) -> Cut | None:
     """Return how to cut a product so that least is sent, given the bands of each operand.
 
@@ -88,6 +94,8 @@ def best_cut(
         ranks: the number of ranks.
         parts: of the first operand that has bands, the sizes that each dimension is made of.
         uncut: letters that have to be in one piece.
+        is_gradient: whether backward computes the product: of two fields it is then a weight's
+            gradient, which remains in parts.
 
     Returns:
         None if no letter can be cut.
@@ -125,8 +133,9 @@ def best_cut(
             continue
         cost, is_alike = sent(label, band)
         is_kept = label in out
-        if not is_kept and not is_alike:
-            cost += ranks * prod(sizes.get(name, 1) for name in out)
+        if not is_kept and not (is_alike or (is_gradient and len(bands) == len(rows))):
+            # As much as bands send that move, which have to come back, too.
+            cost += (ranks - 1) * prod(sizes.get(name, 1) for name in out)
         choices.append((cost, not is_kept, len(choices), Cut(label, i)))
     for label in out:
         if label in uncut or any(label not in labels[i] for i in bands):
@@ -176,6 +185,33 @@ class Contraction(NamedTuple):
     rows: Rows
 
 
+def _known_to_match(
+    operands: Sequence[Any], labels: tuple[str, ...], rows: tuple[Band | None, ...]
+) -> tuple[Band | None, ...]:
+    """Return the bands of operands: those of another one where an operand is known in these, too.
+
+    So a product of backward needs no rows that a product of the forward has moved.
+    """
+    found = list(rows)
+    for i, (x, names) in enumerate(zip(operands, labels, strict=True)):
+        known = known_layouts(x) if rows[i] is not None else None
+        if known is None or not known.parts:
+            continue
+        for j, band in enumerate(rows):
+            if band is None or i == j or labels[j][band.dim] not in names:
+                continue
+            wanted = band._replace(dim=names.index(labels[j][band.dim]) - len(names))
+            if wanted in known.parts:
+                found[i] = wanted
+    return tuple(found)
+
+
+def reads_again(operands: Sequence[Any]) -> list[bool]:
+    """Return for each factor whether backward reads it, for the gradient of another one."""
+    needs = [isinstance(x, Tensor) and x.requires_grad for x in operands]
+    return [sum(needs) > need for need in needs]
+
+
 def contract(
     operands: Sequence[Any],
     labels: tuple[str, ...],
@@ -200,14 +236,16 @@ def contract(
         if type(x) is BandTensor:
             refresh(x)
     rows = tuple([x.rows if is_band(x) else None for x in operands])
-    partial = [i for i, x in enumerate(operands) if type(x) is BandTensor and x.rows is PARTIAL]
+    partial = [i for i, x in enumerate(operands) if has_unknown_sum(x)]
     if all(band is None for band in rows):
         if is_linear and len(partial) == 1 and labels[partial[0]] != out:
             (i,) = partial
+            # Of fields alone: with what a model has computed it is a weight's gradient.
+            is_gradient = is_unsummed(operands[i]) and all(type(x) is BandTensor for x in operands)
             sizes = {name: n for x, ns in zip(operands, labels, strict=True)
                      for name, n in zip(ns, x.shape, strict=True)}  # fmt: skip
             # To sum up the smaller one of operand and result.
-            if prod(sizes[name] for name in out) <= operands[i].numel():
+            if is_gradient or prod(sizes[name] for name in out) <= operands[i].numel():
                 parts = [x.local if j == i else whole(x) for j, x in enumerate(operands)]
                 return Contraction(parts, PARTIAL)
         return Contraction([whole(x) for x in operands], WHOLE)
@@ -216,8 +254,10 @@ def contract(
             uncut += names
     shapes = tuple([tuple(x.shape) for x in operands])
     first = next(i for i, band in enumerate(rows) if band is not None)
+    rows = _known_to_match(operands, labels, rows)
     parts_of = tuple([domain.sizes_before.get(n, (n,)) for n in shapes[first]])
-    cut = best_cut(labels, out, shapes, rows, domain.ranks, parts_of, uncut)
+    is_gradient = backward_pass() >= 0 and not keeps_messages()
+    cut = best_cut(labels, out, shapes, rows, domain.ranks, parts_of, uncut, is_gradient)
     if cut is None or (cut.label not in out and not is_linear):
         return None
     if cut.like is None:
@@ -227,13 +267,38 @@ def contract(
         assert found is not None
         band = found
     parts = []
-    for x, names in zip(operands, labels, strict=True):
+    is_read = reads_again(operands)
+    for x, names, again in zip(operands, labels, is_read, strict=True):
         place = names.find(cut.label) - len(names)
         is_cut = cut.label in names and x.shape[place] == band.size
-        parts.append(with_rows(x, band._replace(dim=place), domain) if is_cut else whole(x))
+        layout = band._replace(dim=place) if is_cut else WHOLE
+        parts.append(with_rows(x, layout, domain, again))
     if cut.label not in out:
         return Contraction(parts, PARTIAL)
     return Contraction(parts, band._replace(dim=out.index(cut.label) - len(out)))
+
+
+# ---------------------------------------------------------------- transposed operands
+
+
+@rule_for("permute.default", "transpose.int", "t.default")
+def turn(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Give dimensions another order: also in what is known of a tensor in other layouts.
+
+    The backward of a product reads transposed operands.
+    """
+    part, x = views.move_dims(func, args, kwargs), args[0]
+    if type(x) is not BandTensor or x.others is None or not x.others.parts:
+        return part
+    known = known_layouts(x)
+    if known is None or not known.parts:
+        return part
+    key = tuple([tuple(each) if isinstance(each, list) else each for each in args[1:]])
+    others = OtherLayouts(known.version)
+    for rows, local in known.parts.items():
+        turned = views.moved_band(func, rows, x.ndim, key) if isinstance(rows, Band) else rows
+        others.parts[turned] = func(local, *args[1:])
+    return part._replace(others=others)
 
 
 # ---------------------------------------------------------------- matrix products

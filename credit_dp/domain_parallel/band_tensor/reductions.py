@@ -17,7 +17,7 @@ from torch import Tensor
 
 from credit_dp.domain_parallel.band_tensor import views
 from credit_dp.domain_parallel.band_tensor.moving import refresh, whole, with_rows
-from credit_dp.domain_parallel.band_tensor.pointwise import common_rows
+from credit_dp.domain_parallel.band_tensor.pointwise import common_rows, is_unsummed
 from credit_dp.domain_parallel.band_tensor.rules import run_whole, short_name
 from credit_dp.domain_parallel.band_tensor.tensor import (
     PARTIAL,
@@ -374,7 +374,7 @@ def expand(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if band is not None and (x.ndim < -band.dim or x.shape[band.dim] == 1 != shape[band.dim]):
         shape[band.dim] = band.outer * band.sizes(x.domain.rank)
         return Part(whole(x).expand(shape), band, is_copy=x.rows is not WHOLE)
-    if x.rows is PARTIAL and prod(shape) > x.numel():
+    if x.rows is PARTIAL and prod(shape) > x.numel() and not is_unsummed(x):
         return Part(whole(x).expand(shape), WHOLE, is_copy=True)
     return views.expand(func, args, kwargs)
 

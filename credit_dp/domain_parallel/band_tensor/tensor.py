@@ -170,6 +170,7 @@ class Part(NamedTuple):
         is_copy: whether it is a copy though torch takes it for a view of the first argument.
         unsent: see `BandTensor`.
         kept: what backward needs of this rank's, which it would have to fetch again.
+        others: see `BandTensor`.
     """
 
     local: Tensor
@@ -177,6 +178,7 @@ class Part(NamedTuple):
     is_copy: bool = False
     unsent: Unsent = ()
     kept: tuple[Tensor, ...] | None = None
+    others: OtherLayouts | None = None
 
 
 class FetchedRows:
@@ -194,6 +196,19 @@ class FetchedRows:
         self.exchanges: tuple[RowExchange, ...] = ()
         self.rows: tuple[Tensor, ...] = ()
         self.readers = 0
+
+
+class OtherLayouts:
+    """What this rank has of one tensor in other layouts than its own.
+
+    Attributes:
+        version: how often the tensor had been written to.
+        parts: what the rank has, by layout.
+    """
+
+    def __init__(self, version: int) -> None:
+        self.version = version
+        self.parts: dict[Rows, Tensor] = {}
 
 
 class ViewOrigin(NamedTuple):
@@ -226,7 +241,8 @@ class BandTensor(Tensor):
         fetched: rows of other bands that operators have fetched, for the next one that reads it.
         unsent: of a gradient, parts of it that other ranks have to add to their bands. They are
             sent when its bands are read: gradients that are added up before are sent as one.
-        summed: of parts, their sum and after which write it was taken.
+        others: what rules have moved or summed up, for those that read it again, as in backward.
+        returns: whether its gradient is moved to its bands before anything reads it.
         kept: of a result that backward alone reads: see `Part`.
         has_changed_shape: whether it has another shape in place than when views of it were made.
     """
@@ -242,7 +258,8 @@ class BandTensor(Tensor):
     described: Described | None = None
     fetched: FetchedRows | None = None
     unsent: Unsent = ()
-    summed: tuple[int, Tensor] | None = None
+    others: OtherLayouts | None = None
+    returns: bool = False
     kept: tuple[Tensor, ...] | None = None
     has_changed_shape: bool = False
     # The rule of an operator that has none of its own; set by `rules`, which needs this class.
@@ -320,7 +337,7 @@ class BandTensor(Tensor):
             x = BandTensor(x.detach(), WHOLE, self.domain, x.stride())
         DATA.__set__(self, x)
         self.local, self.rows, self.origin, self.described = x.local, x.rows, None, None
-        self.fetched, self.unsent, self.summed = None, x.unsent, None
+        self.fetched, self.unsent, self.others = None, x.unsent, None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> BandTensor:
         if not self.is_leaf:
@@ -496,7 +513,7 @@ def _wrapped(
     like: Described,
     index: int | None,
 ) -> BandTensor:
-    local, rows, is_copy, unsent, kept = part
+    local, rows, is_copy, unsent, kept, others = part
     first = args[0] if args else None
     domain = first.domain if type(first) is BandTensor else domain_of((args, kwargs))
     is_view = returns_view(func)
@@ -510,12 +527,26 @@ def _wrapped(
         x.unsent = unsent
     if kept is not None:
         x.kept = kept
-    if func is DETACH:  # a checkpoint keeps such a tensor
-        x.fetched = args[0].fetched
+    if others is not None:
+        x.others = others
+    if func is DETACH:  # a checkpoint keeps such a tensor, before the operator has read it
+        share_reads(args[0], x)
     if is_view and (is_copy or (type(first) is BandTensor and first.origin is not None)):
         x.origin = ViewOrigin(args[0], func, args[1:], kwargs, index)
         x.seen_version = write_count(args[0])
     return x
+
+
+def share_reads(x: BandTensor, y: BandTensor) -> None:
+    """Let a detached tensor know what is fetched or moved of the other one, now or later."""
+    if x.is_inference():
+        return
+    version = write_count(x)
+    if x.fetched is None or x.fetched.version != version:
+        x.fetched = FetchedRows(version)
+    if x.others is None or x.others.version != version:
+        x.others = OtherLayouts(version)
+    y.fetched, y.others = x.fetched, x.others
 
 
 _returns_view: dict[Any, bool] = {}

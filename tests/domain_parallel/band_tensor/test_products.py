@@ -547,7 +547,9 @@ def test_products_over_rows_move_bands_or_are_summed(orders: int) -> None:
     # To bands of channels, or a sum of few rows.
     sent = 1 / 3 * 2 / 3 if orders == 12 else 0
     for found in on_threads(3, sent_on_rank, mix, torch.ones(2, 6, 12, 6)):
-        assert found == pytest.approx((sent, sent))
+        # The result stays in these bands. Its gradient is in rows, to which that of the field
+        # returns.
+        assert found == pytest.approx((sent, 2 * sent))
 
 
 def test_parts_are_summed_up_once() -> None:

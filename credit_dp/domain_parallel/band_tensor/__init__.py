@@ -15,6 +15,7 @@ No model computes on it yet, but in tests.
 | `reductions`, `norms`, `losses` | operators with moments and sums of the whole globe |
 | `products`, `attention`, `spectral`, `recurrent` | operators that mix rows with each other |
 | `padding` | padding, rolls, flips and windows of rows |
+| `gradients` | gradients in parts, and in the bands of the forward |
 | `fetched` | rows of other bands, fetched once for all that read them |
 | `random`, `values` | random numbers, and what Python reads of a tensor |
 | `parameters` | the edge between parameters and fields, in both directions |

@@ -31,6 +31,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from credit_dp.domain_parallel.band_tensor import (  # noqa: F401
     attention,
     convolutions,
+    gradients,
     interpolation,
     losses,
     norms,

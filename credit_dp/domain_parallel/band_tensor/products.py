@@ -338,6 +338,9 @@ def product(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Multiply matrices or vectors, and add the product to a tensor."""
     form = FORMS[short_name(func)]
     count = len(form.labels) + form.is_added
+    usual = _usual_product(func, form, args, kwargs)
+    if usual is not None:
+        return usual
     labels = form.labels
     if form.is_added:  # it broadcasts to the result
         labels = (form.out[len(form.out) - args[0].ndim :], *labels)
@@ -354,6 +357,38 @@ def product(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         }
         found.parts[0] = found.parts[0].expand([sizes[name] for name in form.out])
     return Part(func(*found.parts, *args[count:], **kwargs), found.rows)
+
+
+def _usual_product(
+    func: Any, form: Form, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Part | None:
+    """Return the product of a linear layer, or its gradients, without a search for the best way.
+
+    None if it is another one. The search would find the same: nothing is sent.
+    """
+    x, other = args[form.is_added : form.is_added + 2]
+    for each in (x, other):
+        if type(each) is BandTensor:
+            refresh(each)
+    if type(x) is not BandTensor or type(x.rows) is not Band or x.layout != torch.strided:
+        return None
+    names, names_of_other = form.labels
+    label = names[x.rows.dim]
+    if type(other) is not BandTensor and label in form.out and label not in names_of_other:
+        added = args[0] if form.is_added else None
+        if added is not None and (type(added) is BandTensor or added.ndim > 1):
+            return None  # it may have rows, too
+        if added is not None and form.out[-1] == label:
+            return None
+        rows = x.rows._replace(dim=form.out.index(label) - len(form.out))
+        operands = (x.local, other) if added is None else (added, x.local, other)
+        return Part(func(*operands, *args[len(operands) :], **kwargs), rows)
+    is_gradient = backward_pass() >= 0 and not keeps_messages()
+    if is_gradient and type(other) is BandTensor and not form.is_added and label not in form.out:
+        place = names_of_other.index(label) - len(names_of_other)
+        if other.rows == x.rows._replace(dim=place):
+            return Part(func(x.local, other.local, *args[2:], **kwargs), PARTIAL)
+    return None
 
 
 @rule_for(*(f"{name}_.default" for name, form in FORMS.items() if form.is_added))

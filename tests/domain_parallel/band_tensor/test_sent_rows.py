@@ -13,7 +13,7 @@ from torch import Tensor
 from credit_dp.domain_parallel import DomainParallelManager, shard_tensor
 from credit_dp.domain_parallel.band_tensor.boundary import attach
 from tests.domain_parallel.view import functions
-from tests.domain_parallel.view.functions import CHANNELS, COLUMNS, RANKS, Model
+from tests.domain_parallel.view.functions import CHANNELS, COLUMNS, Model
 from tests.domain_parallel.view.test_sent_rows import ROWS, cases, conv, shifted_bands
 from tests.ranks import on_threads
 from tests.tables import entry
@@ -42,7 +42,7 @@ def sent_by_all(function: Callable[..., Any], ranks: int) -> list[list[float]]:
     return [[sum(counts) for counts in zip(*each, strict=True)] for each in zip(*sent, strict=True)]
 
 
-@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("ranks", [3, pytest.param(4, marks=pytest.mark.slow)])
 def test_rows_are_sent_once(ranks: int) -> None:
     for name, (function, rows, messages) in cases(ranks).items():
         if name in OF_VIEWS:

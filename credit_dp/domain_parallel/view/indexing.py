@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from credit_dp.domain_parallel.bands.indices import ranges_of
 from credit_dp.domain_parallel.exchange import RowRange
 from credit_dp.domain_parallel.partition import LARGEST_BAND, RowPartition
 from credit_dp.domain_parallel.view.filling import layout_with_rows_of
@@ -60,37 +61,6 @@ def keep_range(x: GlobalTensor, rows: range) -> GlobalTensor | None:
         return None
     index = (slice(None),) * layout.dim + (_own_part(rows, layout.partition, view.rank),)
     return GlobalTensor(x.local[index], layout._replace(partition=partition), view)
-
-
-def ranges_of(indices: Sequence[int]) -> tuple[RowRange, ...]:
-    """Return indices as ranges, flipped where they fall; -1 stands for zeros."""
-    ranges: list[RowRange] = []
-    i = 0
-    while i < len(indices):
-        first, step = indices[i], _step(indices, i)
-        j = i + 1
-        while (
-            j < len(indices)
-            and indices[j] == indices[j - 1] + step
-            and (indices[j] < 0) == (first < 0)
-        ):
-            j += 1
-        last = indices[j - 1]
-        if first < 0:
-            ranges.append(RowRange(0, j - i, zero_filled=True))
-        elif step < 0:
-            ranges.append(RowRange(last, first + 1, flipped=True))
-        else:
-            ranges.append(RowRange(first, last + 1))
-        i = j
-    return tuple(ranges)
-
-
-def _step(indices: Sequence[int], i: int) -> int:
-    """Return by how much indices change from the i-th on: 0 for zeros, else 1 or -1."""
-    if indices[i] < 0:
-        return 0
-    return -1 if i + 1 < len(indices) and 0 <= indices[i + 1] == indices[i] - 1 else 1
 
 
 def take_rows(x: GlobalTensor, indices: Sequence[int]) -> GlobalTensor:

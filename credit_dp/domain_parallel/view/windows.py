@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch.nn.functional as F
 from torch import Tensor
 
+from credit_dp.domain_parallel.bands.indices import ranges_of
 from credit_dp.domain_parallel.exchange import RowExchange, RowRange
 from credit_dp.domain_parallel.halo_exchange import add_to_owners
 from credit_dp.domain_parallel.partition import RowPartition
@@ -20,7 +21,6 @@ from credit_dp.domain_parallel.view.function_rules import (
     layout_of,
     rule_for,
 )
-from credit_dp.domain_parallel.view.indexing import ranges_of
 from credit_dp.domain_parallel.view.layers import with_spatial_rows
 from credit_dp.domain_parallel.view.shapes import in_units, move_rows, with_bands
 from credit_dp.domain_parallel.view.tensor import (

@@ -9,11 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from credit_dp.domain_parallel import DomainParallelManager
+from credit_dp.domain_parallel.bands.indices import ranges_of
 from credit_dp.domain_parallel.partition import RowPartition
 from credit_dp.domain_parallel.thread_ranks import ThreadRanks
 from credit_dp.domain_parallel.transport import ThreadTransport, ThreadWorld
 from credit_dp.domain_parallel.view.function_rules import NoRuleError
-from credit_dp.domain_parallel.view.indexing import ranges_of, take_rows
+from credit_dp.domain_parallel.view.indexing import take_rows
 from credit_dp.domain_parallel.view.shapes import view_layout
 from credit_dp.domain_parallel.view.tensor import GlobalTensor, GlobalView, Layout, cut, whole
 

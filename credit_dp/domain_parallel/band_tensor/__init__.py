@@ -9,7 +9,9 @@ No model computes on it yet, but in tests.
 | `moving` | changes of layout, and copies that torch takes for views |
 | `rules` | rules of all other operators, and what runs whole |
 | `pointwise` | rules of operators on entries at the same place |
-| `views` | views and joins |
+| `views`, `joins` | views, joins and repeats |
+| `indexing`, `scatters` | indices, gathers, scatters and tables |
+| `filling` | tensors that a model makes and fills |
 | `convolutions`, `pooling` | operators with halos |
 | `interpolation` | interpolation, adaptive averages, pixel shuffles, samples of grids |
 | `reductions`, `norms`, `losses` | operators with moments and sums of the whole globe |

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from itertools import pairwise
 from typing import Any
@@ -32,7 +32,7 @@ from credit_dp.domain_parallel.halo_exchange import (
 from credit_dp.domain_parallel.partition import RowPartition
 from credit_dp.domain_parallel.transport import keeps_messages
 from credit_dp.errors import UserError
-from credit_dp.torch_private import backward_pass, schema_of
+from credit_dp.torch_private import backward_pass, is_view, schema_of
 
 Required = tuple[tuple[RowRange, ...], ...]  # for each rank the rows that it needs
 
@@ -53,6 +53,16 @@ def all_rows(height: int, ranks: int) -> Required:
 def rows_of_bands(bounds: tuple[int, ...]) -> Required:
     """Return that each rank needs the rows of its band."""
     return tuple((RowRange(a, b),) for a, b in pairwise(bounds))
+
+
+@lru_cache(4096)
+def entries_of_bands(band: Band) -> Required:
+    """Return for each rank the entries of its band, of a dimension with others before the rows."""
+    starts = range(0, band.size, max(band.height, 1))
+    return tuple(
+        tuple([RowRange(start + a, start + b) for start in starts if a < b])
+        for a, b in pairwise(band.bounds)
+    )
 
 
 @lru_cache(8192)
@@ -158,14 +168,14 @@ def _in_layout(x: BandTensor, rows: Rows, is_read_again: bool) -> Tensor:
     found = None if others is None else others.parts.get(rows)
     if found is not None:
         return found
-    local = _moved_to(x, rows, is_read_again)
+    local = _moved_to(x, rows)
     if others is not None and _is_kept(x, is_read_again):
         others.parts[rows] = local
     return_gradient(x)
     return local
 
 
-def _moved_to(x: BandTensor, rows: Rows, is_read_again: bool) -> Tensor:
+def _moved_to(x: BandTensor, rows: Rows) -> Tensor:
     """Return the local tensor in another layout: rows are sent, or parts are summed up."""
     have, domain = x.rows, x.domain
     if have is PARTIAL:
@@ -182,7 +192,7 @@ def _moved_to(x: BandTensor, rows: Rows, is_read_again: bool) -> Tensor:
         return fetch(x.local, have, rows_of_bands(rows.bounds), domain)
     if have.dim != rows.dim:
         return moved(x.local, have, rows, domain)
-    return cut(whole(x, is_read_again), rows, domain.rank)
+    return fetch(x.local, *unfolded_rows(have, entries_of_bands(rows)), domain)
 
 
 def sum_of_parts(x: BandTensor) -> Tensor:
@@ -255,7 +265,10 @@ def return_gradient(x: BandTensor) -> None:
     moved for each of them, and the fields, too.
     """
     rows = x.rows
-    if x.returns or not x.requires_grad or backward_pass() >= 0 or x.grad_fn is None:
+    if x.returns or not x.requires_grad or backward_pass() >= 0:
+        return
+    # Of a view whose base was written torch would compute the node anew, which it can't in here.
+    if (is_view(x) and write_count(x) > 0) or x.grad_fn is None:
         return
     if not isinstance(rows, Band) or rows.outer > 1:  # of folded rows backward takes no slices
         return
@@ -349,30 +362,68 @@ def refresh(x: BandTensor) -> None:
             finish(x.local)
     if x.origin is None or x.is_inference() or x.seen_version == write_count(x):
         return
-    base, func, args, kwargs, part = _checked(x.origin)
+    compute_again(x)
+
+
+def compute_again(x: BandTensor) -> None:
+    """Compute a view from its base, of which it then is a view, or a copy."""
+    assert x.origin is not None
+    base, func, args, kwargs, part, _ = _checked(x.origin)
     new = BandTensor.__torch_dispatch__(func, (), (base, *args), kwargs)
     if part is not None:
         new = new[part]
     x.local, x.rows, x.seen_version = new.local, new.rows, write_count(x)
+    x.origin, x.is_open = new.origin, new.is_open
+
+
+# How operators that return views write these to a part of their base, without all of it: they get
+# the origin of a view, and its values.
+Writer = Callable[[ViewOrigin, BandTensor], None]
+WRITERS: dict[Any, Writer] = {}
 
 
 def write_back(x: BandTensor) -> None:
     """Write what was written to a copy to its base, from which other views are computed anew."""
-    if x.origin is None:
+    origin = x.origin
+    if origin is None:
         return
-    base, func, args, kwargs, part = _checked(x.origin)
-    if overlaps(x.shape, x.stride()):
-        raise UserError(
-            f"{schema_of(func).name.removeprefix('aten::')}: its result, to which is written, has "
-            "entries of a field at several places. Write to a clone() of it."
-        )
     x.seen_version = write_count(x) + 1  # torch counts the write after it
-    values = _values_of_copy(x)
-    # In the memory of one process, by which `as_strided` finds entries.
-    target = describe(base).empty().copy_(whole(base))
-    view = func(target, *args, **kwargs)
-    (view if part is None else view[part]).copy_(values)
-    put(base, target)
+    if not origin.is_copy:
+        write_back(_checked(origin).base)
+        return
+    # Not to be computed anew.
+    values = BandTensor(x.local, x.rows, x.domain)
+    refresh(origin.base)
+    write = WRITERS.get(origin.func)
+    if write is None:
+        if overlaps(x.shape, x.stride()):
+            raise UserError(
+                f"{schema_of(origin.func).name.removeprefix('aten::')}: its result, to which is "
+                "written, has entries of a field at several places. Write to a clone() of it."
+            )
+        write = write_whole
+    write(_checked(origin), values)
+
+
+def write_whole(origin: ViewOrigin, values: BandTensor) -> None:
+    """Write a view to its base as one process does; a collective."""
+    target = in_memory(origin.base)
+    view = origin.func(target, *origin.args, **origin.kwargs)
+    (view if origin.part is None else view[origin.part]).copy_(whole(values))
+    put(origin.base, target)
+
+
+def in_memory(x: BandTensor) -> Tensor:
+    """Return a copy of the globe's tensor in the memory of one process; a collective."""
+    copy: Tensor = describe(x).empty()
+    values = whole(x)
+    part = copy
+    for dim, stride in enumerate(x.stride()):
+        if stride == 0:  # entries that are shown several times are written once
+            part, values = part.narrow(dim, 0, 1), values.narrow(dim, 0, 1)
+    if x.numel():
+        part.copy_(values)
+    return copy
 
 
 def overlaps(shape: Sequence[int], strides: Sequence[int]) -> bool:
@@ -400,20 +451,15 @@ def _checked(origin: ViewOrigin) -> ViewOrigin:
 
 
 def put(x: BandTensor, values: Tensor) -> None:
-    """Write the globe's values to a tensor, in its layout and its memory, which views share."""
+    """Write values of the globe to a tensor, in its layout and its memory, which views share."""
+    if x.is_open:
+        BandTensor.lay_out(None, (x,), {})
     x.others = None
     if x.rows is not PARTIAL:
         x.local.copy_(with_rows(values, x.rows, x.domain))
-    elif x.domain.rank == 0:  # the sum of the ranks' parts
-        x.local.copy_(values)
-    else:
+    else:  # the sum of the ranks' parts
+        everywhere = whole(values)
         x.local.zero_()
+        if x.domain.rank == 0:
+            x.local.copy_(everywhere)
     write_back(x)
-
-
-def _values_of_copy(x: BandTensor) -> Tensor:
-    origin, x.origin = x.origin, None
-    try:
-        return whole(x)  # type: ignore[no-any-return]
-    finally:
-        x.origin = origin

@@ -249,7 +249,17 @@ def batch_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     running = [given.get(each) for each in RUNNING]
     training = given.get("training", "with_update" in name)
     if row_dim is None or (row_dim == 1 and not _is_local_by_channels(x.rows, name, running)):
-        return run_whole(func, args, kwargs)
+        # torch does not say that it writes to running statistics.
+        copies = {
+            key: BandTensor(whole(x).clone(), WHOLE, x.domain, x.stride())
+            for key in RUNNING
+            if type(x := given.get(key)) is BandTensor
+        }
+        results = run_whole(func, (), given | copies)
+        for key, copy in copies.items():
+            if name not in FUNCTIONAL:
+                put(given[key], copy)
+        return results
     band, domain, local = x.rows, x.domain, x.local
     if row_dim == 1 or not training:
         rows = band._replace(dim=-1) if row_dim == 1 else WHOLE

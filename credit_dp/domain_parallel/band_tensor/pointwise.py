@@ -46,20 +46,24 @@ UNTAGGED = (
     "leaky_relu_backward", "log_sigmoid_forward", "log_sigmoid_backward", "mish_backward",
     "rrelu_with_noise_backward", "softplus_backward", "softshrink_backward",
 )  # fmt: skip
+# Backward finds entries by these: sums of parts have to have the same bits each time.
+EQUALITIES = {aten.eq.Tensor, aten.ne.Tensor}
 
 
 def pointwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Compute each band by itself."""
     rows = rows_of_all(args) if not kwargs else None
     is_read_again = False
+    domain = domain_of((args, kwargs))
     if rows is None:  # operands are held in several ways
         tensors = list(tensors_in((args, kwargs)))
         for x in tensors:
             if type(x) is BandTensor:
                 refresh(x)
+        if func in EQUALITIES:
+            args = tuple([whole(x) if is_partial(x) else x for x in args])
         rows = PARTIAL if _is_partial(func, tensors) else common_rows(tensors)
         is_read_again = func not in SUMS and any(x.requires_grad for x in tensors)
-    domain = domain_of((args, kwargs))
     if rows is PARTIAL and func in SUMS:
         local = [on_first_rank(x, domain) for x in args[:2]]
         return Part(func(*local, **kwargs), PARTIAL)
@@ -134,6 +138,11 @@ def is_unsummed(x: Any) -> bool:
     return has_unknown_sum(x) and backward_pass() >= 0 and not keeps_messages()
 
 
+def is_partial(x: Any) -> bool:
+    """Return whether ranks hold parts of a tensor that add up to it."""
+    return type(x) is BandTensor and x.rows is PARTIAL
+
+
 def _is_partial(func: Any, tensors: list[Tensor]) -> bool:
     """Return whether each rank may compute its part of a sum by itself."""
     partial = [type(x) is BandTensor and x.rows is PARTIAL for x in tensors]
@@ -152,7 +161,7 @@ def _is_partial(func: Any, tensors: list[Tensor]) -> bool:
 def common_rows(tensors: list[Tensor]) -> Rows:
     """Return in which bands tensors are combined that broadcast with each other."""
     found: Band | None = None
-    size = -1
+    size, is_usual = -1, False
     for x in tensors:
         if type(x) is not BandTensor or not isinstance(x.rows, Band):
             continue
@@ -161,10 +170,19 @@ def common_rows(tensors: list[Tensor]) -> Rows:
             y.ndim >= -x.rows.dim and y.shape[x.rows.dim] > 1 for y in tensors
         ):
             continue
-        # That of the largest one, which would cost most to move; of equal ones the first.
-        if x.numel() > size:
-            found, size = x.rows, x.numel()
+        # That of the largest one, which would cost most to move; of equal ones the first that has
+        # the bands that layers return, if any has.
+        if x.numel() > size or (
+            x.numel() == size and x.rows is not found and has_usual_bands(x) > is_usual
+        ):
+            found, size, is_usual = x.rows, x.numel(), has_usual_bands(x)
     return WHOLE if found is None else found
+
+
+def has_usual_bands(x: BandTensor) -> bool:
+    """Return whether a field has the bands of its height."""
+    assert isinstance(x.rows, Band)
+    return x.rows.bounds == x.domain.bounds(x.rows.height)
 
 
 def pointwise_in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -206,6 +224,8 @@ def _remain_parts(func: Any, x: BandTensor, others: Sequence[Any], kwargs: dict[
 
 
 rule_for(*(f"{name}.default" for name in UNTAGGED), "masked_fill.Tensor")(pointwise)
+rule_for("floor_divide.default", "floor_divide.Scalar")(pointwise)
+rule_for("floor_divide_.Tensor", "floor_divide_.Scalar")(pointwise_in_place)
 rule_for("copy_", "fill_", "zero_", "masked_fill_", "gelu_", "hardswish_", "mish_", "threshold_")(
     pointwise_in_place
 )

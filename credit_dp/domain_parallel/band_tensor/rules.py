@@ -8,6 +8,7 @@ import torch
 
 from credit_dp.domain_parallel.band_tensor.moving import (
     cut,
+    in_memory,
     overlaps,
     put,
     refresh,
@@ -28,7 +29,13 @@ from credit_dp.domain_parallel.band_tensor.tensor import (
     tensors_in,
 )
 from credit_dp.errors import UserError
-from credit_dp.torch_private import change_own_shape, is_composite, schema_of, tree_map
+from credit_dp.torch_private import (
+    change_own_shape,
+    is_composite,
+    is_view,
+    schema_of,
+    tree_map,
+)
 
 
 def find_rule(func: Any) -> Rule:
@@ -69,15 +76,15 @@ def run_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         first = args[0] if args else None
         args, kwargs = tree_map(on_one_process, (args, kwargs))
         results = func(*args, **kwargs)
-    is_view = returns_view(func)
+    are_views = returns_view(func)
     # Also of parts of a sum, and of what has other strides here.
-    is_copy = is_view and type(first) is BandTensor and args[0] is not first.local
+    is_copy = are_views and type(first) is BandTensor and args[0] is not first.local
     rows = bands[0].rows if bands and has_known_strides else None
 
     def part(x: Any) -> Any:
         if not isinstance(x, torch.Tensor) or x.layout is not torch.strided:
             return x  # a sparse tensor is whole, and torch's own
-        if not isinstance(rows, Band) or is_view:
+        if not isinstance(rows, Band) or are_views:
             return Part(x, WHOLE, is_copy)
         has_rows = x.ndim == bands[0].ndim and x.shape[rows.dim] == rows.size
         return Part(cut(x, rows, tensors[0].domain.rank), rows) if has_rows else Part(x, WHOLE)
@@ -147,6 +154,8 @@ def change_shape_in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, An
     x = args[0]
     if type(x) is not BandTensor:
         raise UserError(f"{func}: changes the shape of a tensor that is no field, by a field.")
+    if x.is_open:  # its views would be computed from another shape
+        BandTensor.keep_whole(x)
     view = _view_like(func)
     y = None if view is None else BandTensor.__torch_dispatch__(view, (), args, kwargs)
     if y is None or y.origin is not None:  # a copy of the tensor that it was: of itself
@@ -182,11 +191,15 @@ def by_memory(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if type(x) is not BandTensor:  # of torch's own: fields are written to it
         return run_whole(func, args, kwargs)
     refresh(x)
+    if x.is_open:
+        BandTensor.keep_whole(x)
     own = int(x.storage_offset())
     offset = kwargs.get("storage_offset", given[0] if given else None)
     offset = own if offset is None else offset
     last = offset + sum((n - 1) * s for n, s in zip(size, strides, strict=True))
-    if not fills_memory(x) or (0 not in size and not own <= offset <= last < own + x.numel()):
+    extent = sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True)) + 1
+    is_part = is_view(x) and not fills_memory(x)
+    if is_part or (0 not in size and not own <= offset <= last < own + extent):
         raise UserError(
             f"{short_name(func)}: reaches memory beyond the entries of a field that is a view. Use "
             "slices, or clone() the field before."
@@ -196,14 +209,17 @@ def by_memory(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             x = BandTensor(x.local, x.rows, x.domain, x.stride())
         others = args[1 : 1 + is_scatter]
         return run_whole(func, (x, *others, size, strides, offset - own), {})
-    local = x.local if x.rows is PARTIAL else whole(x)
-    local = describe(x).in_order(local)
+    if fills_memory(x):
+        local = describe(x).in_order(x.local if x.rows is PARTIAL else whole(x))
+    else:  # the gradient of a tensor with gaps, of which autograd shows what was written
+        local = in_memory(x)
     view = func(local, size, strides, offset - own + local.storage_offset())
     is_copy = local is not x.local
     if is_copy:
         with x.domain.whole_call("as_strided", [x]):
             pass
-    return Part(view, PARTIAL if x.rows is PARTIAL else WHOLE, is_copy)
+    is_partial = x.rows is PARTIAL and fills_memory(x)
+    return Part(view, PARTIAL if is_partial else WHOLE, is_copy)
 
 
 def fills_memory(x: BandTensor) -> bool:

@@ -140,8 +140,10 @@ def result_strides(
 
 
 def _compute(func: Any, args: Any, kwargs: Any) -> tuple[Any, ...] | None:
+    mode = FakeTensorMode()
+    mode.cache_enabled = False  # torch forgets the offset of a result that it has computed before
     try:
-        with disable_current_modes(), FakeTensorMode():
+        with disable_current_modes(), mode:
             results = func(*_made(args), **{name: _made(x) for name, x in kwargs})
     except UNKNOWN:
         return None

@@ -23,6 +23,7 @@ from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
 from enum import Enum
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -118,6 +119,10 @@ class Domain:
         loss_factor: what training multiplies the loss by, as data parallelism averages over ranks.
             Gradients inside of the model are without it.
         outputs: the rows of the model's latest outputs, by tensor; None before the first.
+        folds: of the size of a dimension with folded rows, of which a part was taken last, the
+            number of rows: gradients of parts are folded so, too.
+        read: how tensors were held of which operators have read parts, by what says which: their
+            gradients are brought there at once, before several operators read them.
     """
 
     def __init__(self, manager: DomainParallelManager) -> None:
@@ -133,6 +138,8 @@ class Domain:
         self.decision: Any = None
         self.loss_factor = 1
         self.outputs: Any = None
+        self.folds: dict[int, int] = {}
+        self.read: dict[Any, Band] = {}
 
     @property
     def transport(self) -> Transport:
@@ -155,6 +162,15 @@ class Domain:
             self.whole_calls[name] += 1
         return nullcontext() if self.recorder is None else self.recorder.whole_call(name, tensors)
 
+    def note_read(self, key: Any, rows: Rows) -> None:
+        """Note how a tensor is held of which an operator reads parts, unless backward runs."""
+        if isinstance(rows, Band) and backward_pass() < 0:
+            self.read[key] = rows
+
+    def rows_read(self, key: Any) -> Band | None:
+        """Return how a gradient shall be held; None if that is not known, or no backward runs."""
+        return None if backward_pass() < 0 else self.read.get(key)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Domain:
         return self
 
@@ -171,6 +187,7 @@ class Part(NamedTuple):
         unsent: see `BandTensor`.
         kept: what backward needs of this rank's, which it would have to fetch again.
         others: see `BandTensor`.
+        is_open: see `BandTensor`; `local` may then repeat one value without memory for each.
     """
 
     local: Tensor
@@ -179,6 +196,7 @@ class Part(NamedTuple):
     unsent: Unsent = ()
     kept: tuple[Tensor, ...] | None = None
     others: OtherLayouts | None = None
+    is_open: bool = False
 
 
 class FetchedRows:
@@ -212,13 +230,19 @@ class OtherLayouts:
 
 
 class ViewOrigin(NamedTuple):
-    """How a tensor came from another one that it is a view of, but does not share memory with."""
+    """How a tensor came from another one that it is a view of, but may not share memory with.
+
+    Attributes:
+        part: the index of a function's result, if it returns several.
+        is_copy: whether it has memory of its own; otherwise another view, or `base`, has.
+    """
 
     base: BandTensor
     func: Any
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    part: int | None  # the index of a function's result, if it returns several
+    part: int | None
+    is_copy: bool
 
 
 DATA: Any = Tensor.data
@@ -245,6 +269,9 @@ class BandTensor(Tensor):
         returns: whether its gradient is moved to its bands before anything reads it.
         kept: of a result that backward alone reads: see `Part`.
         has_changed_shape: whether it has another shape in place than when views of it were made.
+        is_open: whether all ranks hold a tensor that the model has made to be filled: the first
+            band that is written to it, or to a view of it, decides in which bands it is held.
+        views: of an open tensor, by `id`; None if there were none.
     """
 
     # Libraries that choose a backend by a type's module, as opt_einsum, compute it with torch.
@@ -262,10 +289,16 @@ class BandTensor(Tensor):
     returns: bool = False
     kept: tuple[Tensor, ...] | None = None
     has_changed_shape: bool = False
+    is_open: bool = False
+    views: WeakValueDictionary[int, BandTensor] | None = None
     # The rule of an operator that has none of its own; set by `rules`, which needs this class.
     find_rule: ClassVar[Callable[[Any], Rule]]
     # The values of the globe that all ranks read; set by `values`.
     read_values: ClassVar[Callable[[BandTensor], Tensor]]
+    # What is done before an operator writes to an open tensor; set by `filling`.
+    lay_out: ClassVar[Callable[[Any, tuple[Any, ...], dict[str, Any]], None]]
+    # What is done before something else shares the memory of an open tensor; set by `filling`.
+    keep_whole: ClassVar[Callable[[BandTensor], None]]
 
     __torch_function__ = DISABLED_TORCH_FUNCTION
 
@@ -318,6 +351,8 @@ class BandTensor(Tensor):
         rule = RULES.get(func)
         if rule is None:
             rule = RULES[func] = cls.find_rule(func)
+        if args and type(args[0]) is BandTensor and args[0].is_open and schema_of(func).is_mutable:
+            cls.lay_out(func, args, kwargs)
         return wrap(func, args, kwargs, rule(func, args, kwargs))
 
     def __repr__(self) -> str:  # type: ignore[override]
@@ -335,6 +370,8 @@ class BandTensor(Tensor):
         # torch would change what the wrapper says, not what it holds.
         if not isinstance(x, BandTensor):
             x = BandTensor(x.detach(), WHOLE, self.domain, x.stride())
+        if self.is_open:
+            BandTensor.keep_whole(self)
         DATA.__set__(self, x)
         self.local, self.rows, self.origin, self.described = x.local, x.rows, None, None
         self.fetched, self.unsent, self.others = None, x.unsent, None
@@ -361,6 +398,8 @@ class BandTensor(Tensor):
         """
         if self.requires_grad and not force:
             return torch.empty(0, requires_grad=True).numpy()  # torch says what is wrong
+        if self.is_open:
+            BandTensor.keep_whole(self)
         values = self.read_values()
         array = values.numpy(force=force)
         if values is self.local:
@@ -513,12 +552,12 @@ def _wrapped(
     like: Described,
     index: int | None,
 ) -> BandTensor:
-    local, rows, is_copy, unsent, kept, others = part
+    local, rows, is_copy, unsent, kept, others, is_open = part
     first = args[0] if args else None
     domain = first.domain if type(first) is BandTensor else domain_of((args, kwargs))
     is_view = returns_view(func)
-    if not is_view or is_copy:
-        local = like.in_order(local)
+    if is_copy if is_view else not is_open:
+        local = local if is_view and 0 in like.strides else like.in_order(local)
     if local.dtype is not like.dtype:
         local = local.to(like.dtype)
     x = BandTensor(local, rows, domain, like.strides, like.offset)
@@ -531,9 +570,14 @@ def _wrapped(
         x.others = others
     if func is DETACH:  # a checkpoint keeps such a tensor, before the operator has read it
         share_reads(args[0], x)
-    if is_view and (is_copy or (type(first) is BandTensor and first.origin is not None)):
-        x.origin = ViewOrigin(args[0], func, args[1:], kwargs, index)
+    if is_open:
+        x.is_open = True
+    if is_view and (
+        is_copy or (type(first) is BandTensor and (first.is_open or first.origin is not None))
+    ):
+        note_view(x, ViewOrigin(args[0], func, args[1:], kwargs, index, is_copy))
         x.seen_version = write_count(args[0])
+        x.is_open = type(first) is BandTensor and first.is_open
     return x
 
 
@@ -547,6 +591,15 @@ def share_reads(x: BandTensor, y: BandTensor) -> None:
     if x.others is None or x.others.version != version:
         x.others = OtherLayouts(version)
     y.fetched, y.others = x.fetched, x.others
+
+
+def note_view(x: BandTensor, origin: ViewOrigin) -> None:
+    """Note how a tensor came from another one."""
+    x.origin, base = origin, origin.base
+    if type(base) is BandTensor and base.is_open:
+        if base.views is None:
+            base.views = WeakValueDictionary()
+        base.views[id(x)] = x
 
 
 _returns_view: dict[Any, bool] = {}

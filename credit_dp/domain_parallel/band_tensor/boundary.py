@@ -661,6 +661,3 @@ def _has_hook(path: str, module: nn.Module) -> bool:
     # Parametrizations compute weights, whenever these are read.
     computes_weights = "parametrizations" in path.split(".")
     return bool(path) and not computes_weights and not isinstance(module, torch.jit.ScriptModule)
-
-
-attach = attach_domain

@@ -11,8 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from credit_dp.domain_parallel import shard_tensor
-from credit_dp.domain_parallel.band_tensor.boundary import attach
-from tests.domain_parallel.band_tensor.whole_calls import computing
+from credit_dp.domain_parallel.band_tensor.boundary import attach_domain
 from tests.domain_parallel.view import functions
 from tests.domain_parallel.view.function_tables import LAYERS, dilated, kernel
 from tests.domain_parallel.view.functions import CHANNELS, COLUMNS, HEIGHTS, RANKS, check
@@ -20,11 +19,6 @@ from tests.ranks import on_threads
 from tests.tables import entry
 
 pytestmark = pytest.mark.usefixtures("overlap")
-
-
-@pytest.fixture(autouse=True)
-def below_autograd(monkeypatch):
-    monkeypatch.setattr(functions, "compute_on_bands", computing(lambda name: "conv" in name))
 
 
 def transposed(m, x, *sizes, **settings):
@@ -122,7 +116,7 @@ def _traffic(manager, function, shape):
     """Return the rows that a rank sends in the forward and in the backward of a function."""
     model = functions.Model(function).double()
     model.scale.requires_grad_(False)
-    attach(model, manager, [shape])
+    attach_domain(model, manager, [shape])
     local = shard_tensor(torch.randn(shape, dtype=torch.float64), manager=manager)
     traffic, row = manager.transport.traffic, shape[0] * CHANNELS * COLUMNS * 8
     y = model(local.requires_grad_())
@@ -183,7 +177,7 @@ def _half_precision(manager, model, x):
     """Return output, input gradient and the weight's gradient."""
     model = copy.deepcopy(model)
     if manager is not None:
-        attach(model, manager, [tuple(x.shape)])
+        attach_domain(model, manager, [tuple(x.shape)])
         x = shard_tensor(x, manager=manager)
     x = x.clone().requires_grad_()
     y = model(x)

@@ -6,7 +6,6 @@ within the model, hooks, and writes past autograd.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from credit_dp.domain_parallel import DomainParallelManager
-from credit_dp.domain_parallel.band_tensor.boundary import Enter, attach
+from credit_dp.domain_parallel.band_tensor.boundary import Enter
 from credit_dp.domain_parallel.band_tensor.moving import cut, whole
 from credit_dp.domain_parallel.band_tensor.tensor import Band, BandTensor, Domain
 from credit_dp.errors import UserError
@@ -27,17 +26,6 @@ from tests.tables import each
 
 # torch's, of scripts and of what its compiler looks at.
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit", "ignore:The .grad attribute")
-
-
-def compute_below_autograd(
-    model: nn.Module, manager: DomainParallelManager, shapes: Sequence[tuple[int, ...]]
-) -> Mapping[str, int]:
-    return attach(model, manager, shapes).whole_calls
-
-
-@pytest.fixture(autouse=True)
-def below_autograd(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(functions, "compute_on_bands", compute_below_autograd)
 
 
 def channels(m: Model) -> Tensor:

@@ -2,29 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-
 import pytest
-from torch import nn
 
-from credit_dp.domain_parallel import DomainParallelManager
-from credit_dp.domain_parallel.band_tensor.boundary import attach
 from tests.domain_parallel.view import functions
 from tests.domain_parallel.view.function_tables import FAMILIES, MIXTURES, RUN_WHOLE, SLICES
 
 # Of torch on GPUs, where recurrent layers get copies of their weights.
 pytestmark = pytest.mark.filterwarnings("ignore:RNN module weights")
-
-
-def compute_below_autograd(
-    model: nn.Module, manager: DomainParallelManager, shapes: Sequence[tuple[int, ...]]
-) -> Mapping[str, int]:
-    return attach(model, manager, shapes).whole_calls
-
-
-@pytest.fixture(autouse=True)
-def below_autograd(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(functions, "compute_on_bands", compute_below_autograd)
 
 
 def test_some_of_each_kind() -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.domain_parallel.band_tensor import filling, indexing, joins, scatters, views
-from credit_dp.domain_parallel.band_tensor.boundary import Enter, attach
+from credit_dp.domain_parallel.band_tensor.boundary import Enter, attach_domain
 from credit_dp.domain_parallel.band_tensor.moving import cut, whole
 from credit_dp.domain_parallel.band_tensor.rules import short_name
 from credit_dp.domain_parallel.band_tensor.tensor import (
@@ -54,7 +54,7 @@ def below_autograd(monkeypatch: pytest.MonkeyPatch) -> list[Domain]:
     def compute(
         model: nn.Module, manager: DomainParallelManager, shapes: Sequence[tuple[int, ...]]
     ) -> Mapping[str, int]:
-        domains.append(attach(model, manager, shapes))
+        domains.append(attach_domain(model, manager, shapes))
         return domains[-1].whole_calls
 
     monkeypatch.setattr(functions, "compute_on_bands", compute)

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from credit_dp.domain_parallel import DomainParallelManager
-from credit_dp.domain_parallel.band_tensor.boundary import Enter, Leave, attach
+from credit_dp.domain_parallel.band_tensor.boundary import Enter, Leave
 from credit_dp.domain_parallel.band_tensor.moving import cut
 from credit_dp.domain_parallel.band_tensor.tensor import Band, Domain
 from credit_dp.domain_parallel.bands import interpolation
@@ -23,27 +22,6 @@ from tests.ranks import on_threads
 from tests.tables import entry
 
 RANKS = [3, pytest.param(2, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)]
-OTHER_FAMILIES = ("sum", "mean", "new_zeros")  # of which tests are elsewhere
-
-
-class WholeCalls(Counter[str]):
-    """The operators that ran whole, without those of other families."""
-
-    def __iter__(self) -> Iterator[str]:
-        return (name for name in super().__iter__() if name not in OTHER_FAMILIES)
-
-
-def compute_below_autograd(
-    model: nn.Module, manager: DomainParallelManager, shapes: Sequence[tuple[int, ...]]
-) -> Mapping[str, int]:
-    domain = attach(model, manager, shapes)
-    domain.whole_calls = WholeCalls()
-    return domain.whole_calls
-
-
-@pytest.fixture(autouse=True)
-def below_autograd(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(functions, "compute_on_bands", compute_below_autograd)
 
 
 MODES = ("nearest", "nearest-exact", "bilinear", "bicubic", "area")

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable
 from itertools import pairwise
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from credit_dp.domain_parallel import DomainParallelManager
-from credit_dp.domain_parallel.band_tensor.boundary import Enter, attach
+from credit_dp.domain_parallel.band_tensor.boundary import Enter
 from credit_dp.domain_parallel.band_tensor.moving import cut
 from credit_dp.domain_parallel.band_tensor.tensor import Band, BandTensor, Domain
 from tests.domain_parallel.view import functions
@@ -21,28 +20,6 @@ from tests.ranks import RankError, on_threads
 from tests.tables import entry
 
 RANKS = [3, pytest.param(2, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)]
-# Of which tests are elsewhere: sums, and what torch composes circular padding of.
-OTHER_FAMILIES = ("sum", "mean", "new_empty", "new_empty_strided", "new_zeros", "slice")
-
-
-class WholeCalls(Counter[str]):
-    """The operators that ran whole, without those of other families."""
-
-    def __iter__(self) -> Iterator[str]:
-        return (name for name in super().__iter__() if name not in OTHER_FAMILIES)
-
-
-def compute_below_autograd(
-    model: nn.Module, manager: DomainParallelManager, shapes: Sequence[tuple[int, ...]]
-) -> Mapping[str, int]:
-    domain = attach(model, manager, shapes)
-    domain.whole_calls = WholeCalls()
-    return domain.whole_calls
-
-
-@pytest.fixture(autouse=True)
-def below_autograd(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(functions, "compute_on_bands", compute_below_autograd)
 
 
 MODES = ("constant", "reflect", "replicate", "circular")

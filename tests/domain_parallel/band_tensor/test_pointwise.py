@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.domain_parallel.band_tensor.test_functions import compute_below_autograd
 from tests.domain_parallel.view import functions
 
 ACTIVATIONS = (
@@ -27,6 +25,5 @@ def together(model: Any, x: Tensor) -> list[Tensor]:
     ]
 
 
-def test_activations(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(functions, "compute_on_bands", compute_below_autograd)
+def test_activations() -> None:
     functions.check(together)

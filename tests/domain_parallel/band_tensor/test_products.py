@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from credit_dp.domain_parallel import DomainParallelManager
-from credit_dp.domain_parallel.band_tensor.boundary import Enter, attach
+from credit_dp.domain_parallel.band_tensor.boundary import Enter, attach_domain
 from credit_dp.domain_parallel.band_tensor.moving import cut, whole
 from credit_dp.domain_parallel.band_tensor.products import best_cut
 from credit_dp.domain_parallel.band_tensor.tensor import PARTIAL, WHOLE, Band, BandTensor, Domain
@@ -67,7 +67,7 @@ class OfOwn(Mapping[str, int]):
 def compute_below_autograd(
     model: nn.Module, manager: DomainParallelManager, shapes: Sequence[tuple[int, ...]]
 ) -> Mapping[str, int]:
-    return OfOwn(attach(model, manager, shapes).whole_calls)
+    return OfOwn(attach_domain(model, manager, shapes).whole_calls)
 
 
 @pytest.fixture(autouse=True)

@@ -24,7 +24,6 @@ from credit_dp.domain_parallel.band_tensor.tensor import (
     Rows,
 )
 from credit_dp.domain_parallel.layers import base
-from tests.domain_parallel.band_tensor.test_functions import compute_below_autograd
 from tests.domain_parallel.view import functions
 from tests.domain_parallel.view.function_tables import MIXTURES, REDUCTIONS
 from tests.ranks import on_threads
@@ -40,11 +39,6 @@ BOUNDS = [(0, 5, 9, 12), (0, 1, 11, 12), (0, 0, 12, 12), (0, 12, 12, 12)]
 MODULES = {module.__name__ for module in (reductions, norms, losses)}
 # The operators that have rules here; each one may run whole where its test says so.
 OPERATORS = {short_name(func) for func, rule in RULES.items() if rule.__module__ in MODULES}
-
-
-@pytest.fixture(autouse=True)
-def below_autograd(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(functions, "compute_on_bands", compute_below_autograd)
 
 
 def results_of(y: Any) -> list[Tensor]:

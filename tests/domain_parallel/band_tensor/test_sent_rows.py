@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from credit_dp.domain_parallel import DomainParallelManager, shard_tensor
-from credit_dp.domain_parallel.band_tensor.boundary import attach
+from credit_dp.domain_parallel.band_tensor.boundary import attach_domain
 from tests.domain_parallel.view import functions
 from tests.domain_parallel.view.functions import CHANNELS, COLUMNS, Model
 from tests.domain_parallel.view.test_sent_rows import ROWS, cases, conv, shifted_bands
@@ -26,14 +26,6 @@ OF_VIEWS = {
     "fewer rows than ranks stay at the poles", "a norm returns the bands that it gets",
     "fields are joined in the bands of layers",
 }  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def on_tensors_of_the_globe(monkeypatch: pytest.MonkeyPatch) -> None:
-    def compute(model: Any, manager: DomainParallelManager, shapes: Any) -> Any:
-        return attach(model, manager, shapes).whole_calls
-
-    monkeypatch.setattr(functions, "compute_on_bands", compute)
 
 
 def sent_by_all(function: Callable[..., Any], ranks: int) -> list[list[float]]:
@@ -139,7 +131,7 @@ def collectives_of_rank(
 ) -> tuple[int, int]:
     torch.manual_seed(0)
     model = Model(function).double()
-    attach(model, manager, [SHAPE])
+    attach_domain(model, manager, [SHAPE])
     x = shard_tensor(torch.randn(SHAPE, dtype=torch.float64), manager=manager).requires_grad_()
     traffic = manager.transport.traffic
     y = model(x)

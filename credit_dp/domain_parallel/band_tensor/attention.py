@@ -319,7 +319,7 @@ def _merged(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     total = total.masked_fill(total == -inf, 0)  # all keys are masked: then all are zero
     weights = (sums - total).exp()
     weights = weights if weights.ndim == outs.ndim else weights[..., None]
-    # Without keys an entry may be no number.
+    # Attention to no keys may be NaN.
     out = torch.where(weights > 0, outs * weights, 0).sum(0)
     return out.to(parts[0][0].dtype), total
 

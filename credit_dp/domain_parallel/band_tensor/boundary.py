@@ -250,7 +250,7 @@ def _check_object(function: Callable[[Tensor], Any], value: Any) -> None:
 
 @final
 class Inputs:
-    """The inputs of a model: bands are those that have one of its shapes but for samples and rows.
+    """The inputs of a model: which are bands, by the planned shapes; samples and rows may differ.
 
     Args:
         domain: of the model.

@@ -538,7 +538,7 @@ def of_matrices(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
         return _parts(func(*tree_map(whole, args), **tree_map(whole, kwargs)), WHOLE, 0)
     band, domain, place = first.rows, first.domain, first.ndim + first.rows.dim
     batch = max(x.ndim for x in tensors) - 2
-    # Others have dimensions of size 1, or fewer ones: of which matrix a vector is, is not told.
+    # With other batches, or vectors, nothing says which matrix belongs to which rank.
     if place >= batch or len({tuple(x.shape[:batch]) for x in tensors}) > 1:
         return run_whole(func, args, kwargs)
 

@@ -29,8 +29,8 @@ from credit_dp.fields import Fields, GridShape
 from credit_dp.models import build_model
 from credit_dp.models.blocks import PolePad, pad_columns, pad_poles
 from credit_dp.models.unet import LongRangeConv2d, PeriodicConv2d, PeriodicUpsample
+from tests.domain_parallel.band_tensor.functions import assert_close, backward, run_whole
 from tests.domain_parallel.equality import MODEL, assert_same_as_whole_globe
-from tests.domain_parallel.view.functions import assert_close, backward, run_whole
 from tests.ranks import on_threads
 from tests.tables import entry
 from tests.tier_cases import tiers

@@ -9,7 +9,7 @@ from torch import nn
 
 from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.domain_parallel.band_tensor.boundary import attach_domain
-from tests.domain_parallel.view import functions
+from tests.domain_parallel.band_tensor import functions
 
 
 def compute_below_autograd(

@@ -12,9 +12,9 @@ from torch.utils.checkpoint import checkpoint
 
 from credit_dp.domain_parallel import shard_tensor
 from credit_dp.domain_parallel.band_tensor.boundary import attach_domain
-from tests.domain_parallel.view import functions
-from tests.domain_parallel.view.function_tables import LAYERS, dilated, kernel
-from tests.domain_parallel.view.functions import CHANNELS, COLUMNS, HEIGHTS, RANKS, check
+from tests.domain_parallel.band_tensor import functions
+from tests.domain_parallel.band_tensor.function_tables import LAYERS, dilated, kernel
+from tests.domain_parallel.band_tensor.functions import CHANNELS, COLUMNS, HEIGHTS, RANKS, check
 from tests.ranks import on_threads
 from tests.tables import entry
 

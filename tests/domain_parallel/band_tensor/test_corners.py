@@ -19,8 +19,8 @@ from credit_dp.domain_parallel.band_tensor.boundary import Enter
 from credit_dp.domain_parallel.band_tensor.moving import cut, whole
 from credit_dp.domain_parallel.band_tensor.tensor import Band, BandTensor, Domain
 from credit_dp.errors import UserError
-from tests.domain_parallel.view import functions
-from tests.domain_parallel.view.functions import Model
+from tests.domain_parallel.band_tensor import functions
+from tests.domain_parallel.band_tensor.functions import Model
 from tests.ranks import on_processes, on_threads, seeded
 from tests.tables import each
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.domain_parallel.view import functions
-from tests.domain_parallel.view.function_tables import FAMILIES, MIXTURES, RUN_WHOLE, SLICES
+from tests.domain_parallel.band_tensor import functions
+from tests.domain_parallel.band_tensor.function_tables import FAMILIES, MIXTURES, RUN_WHOLE, SLICES
 
 # Of torch on GPUs, where recurrent layers get copies of their weights.
 pytestmark = pytest.mark.filterwarnings("ignore:RNN module weights")

@@ -25,14 +25,14 @@ from credit_dp.domain_parallel.band_tensor.tensor import (
 )
 from credit_dp.errors import UserError
 from credit_dp.torch_private import tree_leaves
-from tests.domain_parallel.view import functions
-from tests.domain_parallel.view.test_writes import (
+from tests.domain_parallel.band_tensor import functions
+from tests.domain_parallel.band_tensor.writes import (
     FILLS,
     WRITES,
     random_filling,
     random_program,
+    runs_on_one_process,
 )
-from tests.domain_parallel.view.test_writes import _runs_on_one_process as runs_on_one_process
 from tests.ranks import on_threads
 from tests.tables import entry
 

@@ -16,8 +16,8 @@ from credit_dp.domain_parallel.band_tensor.boundary import Enter, Leave
 from credit_dp.domain_parallel.band_tensor.moving import cut
 from credit_dp.domain_parallel.band_tensor.tensor import Band, Domain
 from credit_dp.domain_parallel.bands import interpolation
-from tests.domain_parallel.view import functions
-from tests.domain_parallel.view.function_tables import INDEXING, LAYERS
+from tests.domain_parallel.band_tensor import functions
+from tests.domain_parallel.band_tensor.function_tables import INDEXING, LAYERS
 from tests.ranks import on_threads
 from tests.tables import entry
 

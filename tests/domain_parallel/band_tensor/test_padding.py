@@ -14,8 +14,8 @@ from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.domain_parallel.band_tensor.boundary import Enter
 from credit_dp.domain_parallel.band_tensor.moving import cut
 from credit_dp.domain_parallel.band_tensor.tensor import Band, BandTensor, Domain
-from tests.domain_parallel.view import functions
-from tests.domain_parallel.view.function_tables import INDEXING, WINDOWS, WRITES
+from tests.domain_parallel.band_tensor import functions
+from tests.domain_parallel.band_tensor.function_tables import INDEXING, WINDOWS, WRITES
 from tests.ranks import RankError, on_threads
 from tests.tables import entry
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.domain_parallel.view import functions
+from tests.domain_parallel.band_tensor import functions
 
 ACTIVATIONS = (
     *("elu", "celu", "hardsigmoid", "hardswish", "hardtanh", "leaky_relu", "logsigmoid", "mish"),

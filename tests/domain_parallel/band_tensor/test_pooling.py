@@ -6,9 +6,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.domain_parallel.view import functions
-from tests.domain_parallel.view.function_tables import LAYERS, MIXTURES, WINDOWS, WRITES
-from tests.domain_parallel.view.functions import CHANNELS, COLUMNS, RANKS, check
+from tests.domain_parallel.band_tensor import functions
+from tests.domain_parallel.band_tensor.function_tables import LAYERS, MIXTURES, WINDOWS, WRITES
+from tests.domain_parallel.band_tensor.functions import CHANNELS, COLUMNS, RANKS, check
 from tests.tables import entry
 
 

@@ -15,9 +15,9 @@ from credit_dp.domain_parallel.band_tensor.boundary import Enter, attach_domain
 from credit_dp.domain_parallel.band_tensor.moving import cut, whole
 from credit_dp.domain_parallel.band_tensor.products import best_cut
 from credit_dp.domain_parallel.band_tensor.tensor import PARTIAL, WHOLE, Band, BandTensor, Domain
-from tests.domain_parallel.view import functions
-from tests.domain_parallel.view.function_tables import ATTENTION, MIXTURES, SPECTRAL, WRITES
-from tests.domain_parallel.view.functions import CHANNELS
+from tests.domain_parallel.band_tensor import functions
+from tests.domain_parallel.band_tensor.function_tables import ATTENTION, MIXTURES, SPECTRAL, WRITES
+from tests.domain_parallel.band_tensor.functions import CHANNELS
 from tests.ranks import on_threads
 from tests.tables import entry
 

@@ -24,8 +24,8 @@ from credit_dp.domain_parallel.band_tensor.tensor import (
     Rows,
 )
 from credit_dp.domain_parallel.layers import base
-from tests.domain_parallel.view import functions
-from tests.domain_parallel.view.function_tables import MIXTURES, REDUCTIONS
+from tests.domain_parallel.band_tensor import functions
+from tests.domain_parallel.band_tensor.function_tables import MIXTURES, REDUCTIONS
 from tests.ranks import on_threads
 from tests.tables import entry
 

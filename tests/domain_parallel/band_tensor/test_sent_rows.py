@@ -12,9 +12,9 @@ from torch import Tensor
 
 from credit_dp.domain_parallel import DomainParallelManager, shard_tensor
 from credit_dp.domain_parallel.band_tensor.boundary import attach_domain
-from tests.domain_parallel.view import functions
-from tests.domain_parallel.view.functions import CHANNELS, COLUMNS, Model
-from tests.domain_parallel.view.test_sent_rows import ROWS, cases, conv, shifted_bands
+from tests.domain_parallel.band_tensor import functions
+from tests.domain_parallel.band_tensor.functions import CHANNELS, COLUMNS, Model
+from tests.domain_parallel.band_tensor.sent_rows import ROWS, cases, conv, shifted_bands
 from tests.ranks import on_threads
 from tests.tables import entry
 

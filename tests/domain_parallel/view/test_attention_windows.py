@@ -17,7 +17,7 @@ from credit_dp.domain_parallel.decide import Wanted, counting_manager, decide_vi
 from credit_dp.domain_parallel.partition import RowPartition
 from credit_dp.domain_parallel.view.attach import attached_view
 from credit_dp.errors import UserError
-from tests.domain_parallel.view.functions import CHANNELS, COLUMNS, RANKS, Model, check
+from tests.domain_parallel.band_tensor.functions import CHANNELS, COLUMNS, RANKS, Model, check
 from tests.ranks import on_threads
 from tests.tables import entry
 from tests.tier_cases import tiers

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from credit_dp.domain_parallel import convert_to_domain_parallel, shard_tensor
 from credit_dp.domain_parallel.thread_ranks import RankError
 from credit_dp.errors import UserError
-from tests.domain_parallel.view.functions import compute_on_bands
+from tests.domain_parallel.band_tensor.functions import compute_on_bands
 from tests.ranks import on_processes, on_threads, seeded
 
 SHAPE = (2, 3, 7, 8)

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from credit_dp.domain_parallel import shard_tensor
 from credit_dp.domain_parallel.view import function_rules
-from tests.domain_parallel.view.function_tables import (
+from tests.domain_parallel.band_tensor.function_tables import (
     FAMILIES,
     LAYERS,
     MIXTURES,
@@ -23,7 +23,7 @@ from tests.domain_parallel.view.function_tables import (
     change_windows_in_place,
     dilated,
 )
-from tests.domain_parallel.view.functions import (
+from tests.domain_parallel.band_tensor.functions import (
     CHANNELS,
     COLUMNS,
     HEIGHTS,

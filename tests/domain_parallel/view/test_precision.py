@@ -12,7 +12,7 @@ from torch import nn
 from credit_dp.domain_parallel import shard_tensor
 from credit_dp.domain_parallel.bands.reductions import accumulation_dtype
 from credit_dp.domain_parallel.view import norms, reductions
-from tests.domain_parallel.view.functions import compute_on_bands
+from tests.domain_parallel.band_tensor.functions import compute_on_bands
 from tests.ranks import DEVICE, on_threads
 from tests.tables import entry
 

@@ -27,9 +27,9 @@ from credit_dp.domain_parallel.transport import ThreadTransport, ThreadWorld
 from credit_dp.domain_parallel.view import running
 from credit_dp.domain_parallel.view.attach import attached_view
 from credit_dp.errors import UserError
+from tests.domain_parallel.band_tensor.function_tables import FAMILIES
+from tests.domain_parallel.band_tensor.functions import CHANNELS, COLUMNS, HEIGHTS, RANKS, Model
 from tests.domain_parallel.equality import Clip
-from tests.domain_parallel.view.function_tables import FAMILIES
-from tests.domain_parallel.view.functions import CHANNELS, COLUMNS, HEIGHTS, RANKS, Model
 from tests.ranks import DEVICE, cpu_only, on_processes
 from tests.tier_cases import every, tiers
 

@@ -27,8 +27,8 @@ from credit_dp.domain_parallel.dry_run import WholeCall, dry_run
 from credit_dp.domain_parallel.manager import DomainParallelManager
 from credit_dp.domain_parallel.view.attach import attached_view
 from credit_dp.errors import UserError
+from tests.domain_parallel.band_tensor.functions import Cube
 from tests.domain_parallel.equality import RANDOM_LOCK
-from tests.domain_parallel.view.functions import Cube
 from tests.ranks import DEVICE, on_threads
 from tests.tier_cases import every
 

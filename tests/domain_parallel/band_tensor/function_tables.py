@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.domain_parallel.view.functions import CHANNELS, COLUMNS, PLAIN, dim_of_bands
+from tests.domain_parallel.band_tensor.functions import CHANNELS, COLUMNS, PLAIN, dim_of_bands
 
 
 def tokens(x):

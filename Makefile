@@ -13,7 +13,7 @@ FAST := not slow and not exhaustive
 # Tests of what torch, zarr, xarray, matplotlib and the trackers do for the package.
 TRAINING := autocast checkpoint compilation cuda_graph loggers meshes optimizers parameter_shards
 OF_PACKAGES := tests/data/sources tests/data/rechunk tests/domain_parallel/layers \
-  tests/domain_parallel/view tests/evaluation/test_score_plots.py tests/test_torch_private.py \
+  tests/domain_parallel/band_tensor tests/evaluation/test_score_plots.py tests/test_torch_private.py \
   tests/test_private_names.py $(TRAINING:%=tests/training/test_%.py)
 SETTINGS := pyproject.toml constraints.txt
 # The first that runs: pyenv puts commands on PATH for versions that are not selected, too.

@@ -1,7 +1,7 @@
 """Measure time and memory of planning: `python benchmarks/planning.py`.
 
 First the large models at 721 x 1440, then models of 200 layers at a small grid, on two ranks: one
-whose layers convert, and one that computes through the global view. Their planning is compared
+whose layers convert, and one that computes on tensors of the globe. Their planning is compared
 with a forward and backward of the unsharded model at that grid.
 
 Each number comes from a separate process with one thread. Seconds are those of its processor, which

@@ -13,7 +13,7 @@ It shows:
 - the seconds of its processor in which a rank plans, on 4 ranks, and the functions that run whole,
   which the table leaves out.
 
-The least (`LeastTraffic`) is found without the rules, from the definition of each function that the
+The least (`LeastTraffic`) is found without the rules, from the definition of each operator that the
 model calls, the shapes, and where the rows of its arguments and results are:
 
 - A convolution, pool or interpolation needs the rows under its kernel. Each row that another rank
@@ -34,7 +34,7 @@ import sys
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from math import ceil, floor
@@ -48,17 +48,17 @@ from side_by_side import Entry, Ratio, ratio, times
 from table import model_table
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from credit_dp.domain_parallel import DomainParallelManager, convert_to_domain_parallel
+from credit_dp.domain_parallel.band_tensor.boundary import attached_domain
+from credit_dp.domain_parallel.band_tensor.rules import short_name
+from credit_dp.domain_parallel.band_tensor.tensor import held_of, is_band
 from credit_dp.domain_parallel.count_transport import CountingTransport
 from credit_dp.domain_parallel.decide import plan_report
 from credit_dp.domain_parallel.partition import ROW_DIM
 from credit_dp.domain_parallel.planning.trace import tensor_leaves, use_fake_tensors
-from credit_dp.domain_parallel.view.attach import attached_view
-from credit_dp.domain_parallel.view.function_rules import bind, function_name
-from credit_dp.domain_parallel.view.layers import CONV, INTERPOLATE, POOLS, TRANSPOSE
-from credit_dp.domain_parallel.view.tensor import GlobalTensor, bands_of, global_tensors
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
@@ -76,9 +76,10 @@ class Saved:
 
     def pack(self, x: Tensor) -> Tensor:
         """Count a tensor, and keep it alive, so that no other tensor gets its memory."""
-        key = x.untyped_storage()._cdata
+        held = held_of(x)
+        key = held.untyped_storage()._cdata
         if key not in self.parameters:
-            self.storages.setdefault(key, x)
+            self.storages.setdefault(key, held)
         return x
 
     @property
@@ -91,67 +92,53 @@ class Saved:
 
 MOVES = frozenset(
     [
-        "view", "reshape", "flatten", "unflatten", "permute", "transpose", "roll", "flip", "pad",
-        "narrow", "select", "__getitem__", "unbind", "chunk", "split", "cat", "concat", "stack",
+        "view", "_unsafe_view", "permute", "transpose", "t", "roll", "flip", "constant_pad_nd",
+        "slice", "select", "index", "unbind", "split", "split_with_sizes", "cat", "stack",
         "repeat", "index_select", "pixel_shuffle", "pixel_unshuffle", "unfold", "squeeze",
-        "unsqueeze", "expand", "movedim", "contiguous", "split_with_sizes", "swapaxes",
+        "unsqueeze", "expand", "clone", "alias", "reflection_pad1d", "reflection_pad2d",
+        "replication_pad1d", "replication_pad2d",
     ]
 )  # fmt: skip
 REDUCTIONS = frozenset(["mean", "sum", "amax", "amin", "max", "min", "std", "var", "prod"])
-PRODUCTS = frozenset(["matmul", "__matmul__", "bmm"])
-NORMS = frozenset(["batch_norm", "group_norm", "instance_norm", "layer_norm"])
-POOL_NAMES = {f"{name}{count}d": names for name, _, names in POOLS for count in (1, 2, 3)}
-POOL_NAMES |= {f"max_pool{count}d_with_indices": POOLS[0][2] for count in (1, 2, 3)}
+PRODUCTS = frozenset(["mm", "bmm", "addmm", "baddbmm"])
+NORMS = frozenset(["native_batch_norm", "native_group_norm", "native_layer_norm"])
+POOLS = frozenset(["max_pool2d_with_indices", "max_pool3d_with_indices", "avg_pool2d"])
+STENCILS = ("upsample_", "_upsample_", "_adaptive_avg_pool", "adaptive_max_pool")
 Grid = tuple[int, int]
 # The rows of the input that a row of the output depends on.
 RowsOf = Callable[[int], Sequence[int]]
 
 
-class LeastTraffic:
+class LeastTraffic(TorchDispatchMode):
     """Adds up the bytes that all ranks have to send at least, while a model runs as one of them.
 
     Attributes:
-        by_function: the bytes of a forward and backward, by name.
+        by_operator: the bytes of a forward and backward, by name.
     """
 
     def __init__(self, ranks: int) -> None:
+        super().__init__()
         self.ranks = ranks
-        self.by_function: Counter[str] = Counter()
+        self.by_operator: Counter[str] = Counter()
         # The rows of each tensor that were sent to each rank; tensors are kept alive, as the
         # address of a freed one would be reused.
         self._sent: dict[Any, set[tuple[int, int]]] = defaultdict(set)
         self._alive: list[Tensor] = []
-        self._is_inside = False
 
     @property
     def bytes(self) -> int:
-        """Return the bytes of all functions."""
-        return sum(self.by_function.values())
+        """Return the bytes of all operators."""
+        return sum(self.by_operator.values())
 
-    @contextmanager
-    def watch(self) -> Iterator[None]:
-        """Watch the functions that are called with fields of the view."""
-        call_function = GlobalTensor.call_function
-
-        def call(func: Any, args: Any, kwargs: Any) -> Any:
-            if self._is_inside or not bands_of((args, kwargs)):
-                return call_function(func, args, kwargs)
-            count = self._counter(function_name(func))
-            self._is_inside = count is not None
-            try:
-                results = call_function(func, args, kwargs)
-            finally:
-                self._is_inside = False
-            if count is not None:
-                with unset_fake_temporarily():
-                    count(func, args, dict(kwargs), results)
-            return results
-
-        GlobalTensor.call_function = staticmethod(call)
-        try:
-            yield
-        finally:
-            GlobalTensor.call_function = staticmethod(call_function)
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operator, and count what it has to send if it gets fields."""
+        kwargs = kwargs or {}
+        results = func(*args, **kwargs)
+        count = self._counter(short_name(func))
+        if count is not None and any(map(is_band, tree_leaves((args, kwargs)))):
+            with unset_fake_temporarily():
+                count(func, args, kwargs, results)
+        return results
 
     def _counter(self, name: str) -> Callable[..., None] | None:
         if name in MOVES:
@@ -162,101 +149,95 @@ class LeastTraffic:
             return self._reduction
         if name in PRODUCTS:
             return self._product
-        if name == "scaled_dot_product_attention":
+        if name.startswith("_scaled_dot_product"):
             return self._attention
-        is_stencil = name in POOL_NAMES or name == "interpolate" or name.startswith("conv")
-        return self._stencil if is_stencil and name != "concat" else None
+        is_stencil = name in POOLS or "convolution" in name or name.startswith(STENCILS)
+        return self._stencil if is_stencil else None
 
-    def _add(self, func: Any, size: float, *tensors: Tensor) -> None:
+    def _add(self, func: Any, size: float, *tensors: Any) -> None:
         """Add bytes, twice if gradients return the same."""
-        directions = 1 + any(x.requires_grad for x in tensors)
-        self.by_function[function_name(func)] += int(size) * directions
+        directions = 1 + any(isinstance(x, Tensor) and x.requires_grad for x in tensors)
+        self.by_operator[short_name(func)] += int(size) * directions
 
     # Moves.
 
-    def _owners(self, x: Tensor) -> Tensor:
+    def _owners(self, x: Any) -> Any:
         """Return for each entry the rank that holds it, from 1; 0 if all do."""
-        if not isinstance(x, GlobalTensor) or x.rows is None:
-            return torch.zeros(x.shape)
-        dim, outer, partition = x.rows
+        if not isinstance(x, Tensor):
+            return x
+        if not is_band(x) or x.dtype is torch.bool:
+            return torch.zeros(x.shape) if x.is_floating_point() else x
+        rows = x.rows
         of_entries = torch.repeat_interleave(
-            torch.arange(1.0, self.ranks + 1), torch.tensor(partition.sizes)
-        ).repeat(outer)
-        of_entries = of_entries.view(-1, *(1,) * (x.ndim - dim - 1))
+            torch.arange(1.0, self.ranks + 1), torch.tensor(rows.bounds).diff()
+        ).repeat(rows.outer)
+        of_entries = of_entries.view(-1, *(1,) * (-rows.dim - 1))
         return of_entries.expand(x.shape).contiguous()
 
     def _moves(self, func: Any, args: Any, kwargs: Any, results: Any) -> None:
-        args, kwargs = tree_map(
-            lambda x: self._owners(x) if isinstance(x, Tensor) else x, (args, kwargs)
-        )
-        before = [x for x in tree_leaves(func(*args, **kwargs)) if isinstance(x, Tensor)]
-        for x, owners in zip(global_tensors(results), before, strict=True):
+        moved = tree_map(self._owners, (args, kwargs))
+        before = [x for x in tree_leaves(func(*moved[0], **moved[1])) if isinstance(x, Tensor)]
+        fields = [x for x in tree_leaves(args) if isinstance(x, Tensor)]
+        for x, owners in zip(tree_leaves(results), before, strict=True):
             after = self._owners(x)
-            if x.rows is None:
-                entries = int((owners > 0).sum()) * (self.ranks - 1)
-            else:
+            if is_band(x):
                 entries = int(((owners != after) & (owners > 0)).sum())
-            self._add(func, entries * x.element_size(), x)
+            else:
+                entries = int((owners > 0).sum()) * (self.ranks - 1)
+            self._add(func, entries * x.element_size(), *fields)
 
     # Stencils.
 
-    def _stencil(self, func: Any, args: Any, kwargs: Any, y: Any) -> None:
-        y = y[0] if isinstance(y, tuple) else y
-        name = function_name(func)
-        x = (args or (kwargs["input"],))[0]
-        if not (isinstance(x, GlobalTensor) and x.rows) or x.rows.dim < 2:
+    def _stencil(self, func: Any, args: Any, kwargs: Any, results: Any) -> None:
+        x, y = args[0], results[0] if isinstance(results, tuple) else results
+        name = short_name(func)
+        if not is_band(x) or x.ndim + x.rows.dim < 2:
             return
-        if y.rows is None and name.startswith("adaptive"):
+        if not is_band(y) and "adaptive" in name:
             self._add(func, y.numel() * y.element_size() * self.ranks, x)
             return
-        rows_of = self._rows_of(name, args, kwargs, x, y)
+        rows_of = self._rows_of(func, args, x, y)
         height, size = x.shape[x.rows.dim], y.shape[x.rows.dim]
         needed = []
         for rank in range(self.ranks):
-            out = range(size) if y.rows is None else range(size)[y.rows.partition.rows(rank)]
+            out = range(*y.rows.bounds[rank : rank + 2]) if is_band(y) else range(size)
             rows = {row for o in out for row in rows_of(o) if 0 <= row < height}
-            needed += [(row, rank) for row in rows if x.rows.partition.owner(row) != rank]
+            first, after = x.rows.bounds[rank : rank + 2]
+            needed += [(row, rank) for row in rows if not first <= row < after]
         self._send_rows(func, x, set(needed))
 
-    def _send_rows(self, func: Any, x: GlobalTensor, needed: set[tuple[int, int]]) -> None:
+    def _send_rows(self, func: Any, x: Any, needed: set[tuple[int, int]]) -> None:
         """Add rows for ranks that don't have them yet."""
-        assert x.rows is not None
         local = x.local
         self._alive.append(local)
         key = (local.untyped_storage()._cdata, local.storage_offset(), local.shape, local._version)
         new = needed - self._sent[key]
         self._sent[key] |= new
-        self._add(func, len(new) * x.numel() // x.rows.partition.height * x.element_size(), x)
+        self._add(func, len(new) * x.numel() // x.rows.size * x.element_size(), x)
 
-    def _rows_of(self, name: str, args: Any, kwargs: Any, x: GlobalTensor, y: Any) -> RowsOf:
-        assert x.rows is not None
-        dim = x.rows.dim
-        height, size, position = x.shape[dim], y.shape[dim], dim - 2
-
-        def setting(value: Any) -> Any:
-            return (
-                value[position]
-                if isinstance(value, (tuple, list)) and len(value) > 1
-                else (value[0] if isinstance(value, (tuple, list)) else value)
-            )
-
-        if name.startswith("adaptive"):
+    def _rows_of(self, func: Any, args: Any, x: Any, y: Any) -> RowsOf:
+        name, dim = short_name(func), x.rows.dim
+        height, size = x.shape[dim], y.shape[dim]
+        if "adaptive" in name:
             return lambda o: range(o * height // size, -(-(o + 1) * height // size))
-        if name == "interpolate":
-            return _interpolated_rows(bind(INTERPOLATE, args, kwargs), height, size)
-        if name in POOL_NAMES:
-            given: dict[str, Any] = {"padding": 0, "dilation": 1, "stride": None}
-            given |= bind(POOL_NAMES[name], args, kwargs)
-            k = setting(given["kernel_size"])
-            step = setting(given["stride"]) if given["stride"] else k
+        names = [argument.name for argument in func._schema.arguments]
+        given = {argument.name: argument.default_value for argument in func._schema.arguments}
+        given |= dict(zip(names, args, strict=False))
+        if name.startswith("upsample"):
+            return _interpolated_rows(name, bool(given.get("align_corners")), height, size)
+
+        def setting(value: Any) -> int:
+            return int(value[dim] if len(value) > 1 else value[0])
+
+        if name in POOLS:
+            k, step = (
+                setting(given["kernel_size"]),
+                setting(given["stride"] or given["kernel_size"]),
+            )
         else:
-            names = TRANSPOSE if "transpose" in name else CONV
-            given = names | bind(("input", "weight", *names), args, kwargs)
             k, step = given["weight"].shape[dim], setting(given["stride"])
-        d = setting(given["dilation"])
-        p = given["padding"]
-        p = {"same": d * (k - 1) // 2, "valid": 0}[p] if isinstance(p, str) else setting(p)
-        if "transpose" in name:
+        p, d = setting(given["padding"]), setting(given.get("dilation") or [1])
+        if given.get("transposed"):
             return lambda o: [
                 (o + p - t * d) // step for t in range(k) if (o + p - t * d) % step == 0
             ]
@@ -264,44 +245,41 @@ class LeastTraffic:
 
     # Statistics and products.
 
-    def _norm(self, func: Any, args: Any, kwargs: Any, y: GlobalTensor) -> None:
-        name, x = function_name(func), args[0]
-        if not isinstance(x, GlobalTensor) or x.rows is None:
+    def _norm(self, func: Any, args: Any, kwargs: Any, results: Any) -> None:
+        name, x = short_name(func), args[0]
+        if not is_band(x):
             return
-        if name == "batch_norm":
-            arguments = (
-                bind(("x", "mean", "var", "weight", "bias", "training"), args[:6], {}) | kwargs
-            )
-            moments = x.shape[1] if arguments.get("training") else 0
-        elif name == "layer_norm":
-            shape = tuple((args[1:] or (kwargs["normalized_shape"],))[0])
+        dim = x.ndim + x.rows.dim
+        if name == "native_batch_norm":
+            moments = x.shape[1] if args[5] else 0
+        elif name == "native_layer_norm":
+            shape = tuple(args[1])
             entries = torch.Size(shape).numel()
-            moments = x.numel() // entries if x.rows.dim >= x.ndim - len(shape) else 0
+            moments = x.numel() // entries if dim >= x.ndim - len(shape) else 0
         else:
-            groups = args[1] if name == "group_norm" else x.shape[1]
-            moments = x.shape[0] * groups if x.rows.dim > 1 else 0
+            moments = x.shape[0] * args[6] if dim > 1 else 0
         self._add(func, 2 * moments * 4 * self.ranks, x)
 
     def _reduction(self, func: Any, args: Any, kwargs: Any, results: Any) -> None:
-        for y in global_tensors(results)[:1]:
-            if y.rows is None:
+        for y in tree_leaves(results)[:1]:
+            if not is_band(y):
                 self._add(func, y.numel() * y.element_size() * self.ranks, args[0])
 
-    def _product(self, func: Any, args: Any, kwargs: Any, y: GlobalTensor) -> None:
-        if y.rows is None:
-            self._add(func, y.numel() * y.element_size() * self.ranks, *args)
+    def _product(self, func: Any, args: Any, kwargs: Any, y: Any) -> None:
+        factors = args[1:] if short_name(func) in ("addmm", "baddbmm") else args
+        if not is_band(y):
+            self._add(func, y.numel() * y.element_size() * self.ranks, *factors)
             return
-        for x, own in zip(args, (y.ndim - 2, y.ndim - 1), strict=True):
-            if isinstance(x, GlobalTensor) and x.rows is not None:
-                dim = x.rows.dim + y.ndim - x.ndim
-                if dim >= y.ndim - 2 and y.rows.dim != own:
-                    self._send_all(func, x)
+        for x, own in zip(factors, (-2, -1), strict=True):
+            if is_band(x) and x.rows.dim >= -2 and y.rows.dim != own:
+                self._send_all(func, x)
 
-    def _attention(self, func: Any, args: Any, kwargs: Any, y: GlobalTensor) -> None:
-        if y.rows is None or y.rows.dim != y.ndim - 2:
+    def _attention(self, func: Any, args: Any, kwargs: Any, results: Any) -> None:
+        y = results[0]
+        if not is_band(y) or y.rows.dim != -2:
             return
         query, *others = args[:3]
-        others = [x for x in others if isinstance(x, GlobalTensor) and x.rows is not None]
+        others = [x for x in others if is_band(x)]
         moved = query.numel() + y.numel()
         gathered = sum(x.numel() for x in others) * (self.ranks - 1)
         groups = {1} | {
@@ -312,19 +290,18 @@ class LeastTraffic:
         entries = min(moved * (1 - 1 / n) + gathered / n for n in groups if n == 1 or others)
         self._add(func, entries * y.element_size(), query, *others)
 
-    def _send_all(self, func: Any, x: GlobalTensor) -> None:
+    def _send_all(self, func: Any, x: Any) -> None:
         self._add(func, x.numel() * x.element_size() * (self.ranks - 1), x)
 
 
-def _interpolated_rows(settings: dict[str, Any], height: int, size: int) -> RowsOf:
-    mode, align = settings.get("mode", "nearest"), settings.get("align_corners")
-    if mode == "nearest":
+def _interpolated_rows(name: str, align: bool, height: int, size: int) -> RowsOf:
+    if "nearest" in name:
         return lambda o: [o * height // size]
 
     def rows(o: int) -> Sequence[int]:
         source = o * (height - 1) / max(size - 1, 1) if align else (o + 0.5) * height / size - 0.5
         first = floor(source)
-        reach = range(first - 1, first + 3) if mode == "bicubic" else range(first, ceil(source) + 1)
+        reach = range(first - 1, first + 3) if "bicubic" in name else range(first, ceil(source) + 1)
         return [min(max(row, 0), height - 1) for row in reach]
 
     return rows
@@ -343,7 +320,7 @@ class Step:
         least: the least that they have to send.
         messages: messages and sums that this rank sends.
         planning: seconds of the processor to convert the model.
-        conversion: `layers`, `view`, or `none` for one process.
+        conversion: `layers`, `globe`, or `none` for one process.
         whole_calls: functions that ran whole -> number of calls in a forward.
     """
 
@@ -372,12 +349,13 @@ def measure(build: Callable[[], nn.Module], shape: tuple[int, ...], ranks: int) 
         model = convert_to_domain_parallel(model, manager, input_shape=shape, whole_ops="allow")
         planning = time.process_time() - begun
         local[ROW_DIM] = manager.partition(shape[ROW_DIM]).sizes[1]
-    with use_fake_tensors(model), torch.enable_grad(), least.watch():
+    with use_fake_tensors(model), torch.enable_grad():
         tensors = [*model.parameters(), *model.buffers()]
         saved = Saved({x.untyped_storage()._cdata for x in tensors})
         dtype = next(model.parameters()).dtype
         with torch.autograd.graph.saved_tensors_hooks(saved.pack, lambda x: x):
-            outputs = tensor_leaves(model(torch.empty(local, dtype=dtype)))
+            with least if ranks > 1 else nullcontext():
+                outputs = tensor_leaves(model(torch.empty(local, dtype=dtype)))
         size = saved.bytes
         outputs = [x for x in outputs if x.requires_grad]
         if transport is not None:
@@ -386,10 +364,10 @@ def measure(build: Callable[[], nn.Module], shape: tuple[int, ...], ranks: int) 
         return Step(size)
     sent = sum(traffic.bytes + traffic.collective_bytes for traffic in transport.sent)
     messages = transport.sent[1].messages + transport.sent[1].collectives
-    view = attached_view(model)
-    if view is not None:
+    domain = attached_domain(model)
+    if domain is not None:
         costs = sent, least.bytes, messages, planning
-        return Step(size, *costs, "view", dict(view.whole_calls))
+        return Step(size, *costs, "globe", dict(domain.whole_calls))
     # The plan knows the least of layers. Statistics of norms are what they send.
     levels = plan_report(build(), shape, ranks).levels
     statistics = sum(traffic.collective_bytes for traffic in transport.sent)

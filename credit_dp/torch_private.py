@@ -12,8 +12,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
-from functools import partial
-from inspect import Parameter, signature
 from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
 
 import torch
@@ -25,9 +23,7 @@ from torch._C._dynamo.eval_frame import (
     set_code_exec_strategy,
 )
 from torch._compile import _disable_dynamo as run_uncompiled
-from torch._functorch import apis, eager_transforms
-from torch._ops import OpOverload, OpOverloadPacket
-from torch._prims_common import suggest_memory_format
+from torch._ops import OpOverload
 from torch._subclasses.fake_impls import _like_tensor_constructors as LIKE_CONSTRUCTORS
 from torch._subclasses.fake_impls import op_implementations_dict as FAKE_IMPLEMENTATIONS
 from torch._subclasses.fake_tensor import (
@@ -49,7 +45,6 @@ from torch.utils._pytree import (
     tree_map_only,
     tree_unflatten,
 )
-from torch.utils.hooks import BackwardHook
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -64,11 +59,9 @@ __all__ = [
     "FakeTensorMode",
     "LIKE_CONSTRUCTORS",
     "OpOverload",
-    "OpOverloadPacket",
     "UnsupportedOperatorException",
     "disable_current_modes",
     "run_uncompiled",
-    "suggest_memory_format",
     "tree_flatten",
     "tree_leaves",
     "tree_map",
@@ -112,10 +105,12 @@ def is_fake_mode_active() -> bool:
 
 # Whether a transform of `torch.func` runs.
 is_transform_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
-# Modes see this function where a model switches gradients off or on.
-SET_GRAD_ENABLED: Any = torch._C._set_grad_enabled
-# The functions of `torch.nn.functional` that are written in C.
-NN_FUNCTIONS: Any = torch._C._nn
+
+
+def is_forward_gradient_active() -> bool:
+    """Return whether gradients are computed in forward mode, as by `torch.func.jvp`."""
+    return torch.autograd.forward_ad._current_level >= 0
+
 
 # ---------------------------------------------------------------- tensors
 
@@ -133,14 +128,11 @@ def is_view(x: Tensor) -> bool:
     return x._is_view()
 
 
-def tensor_owners(x: Any) -> int:
-    """Return by how many tensors and nodes of autograd a tensor is held, its object included."""
-    return x._use_count()  # type: ignore[no-any-return]
-
-
-def storage_owners(storage: UntypedStorage) -> int:
-    """Return by how many tensors a storage is held, and one for its object in Python."""
-    return torch._C._storage_Use_Count(storage._cdata)
+def has_views(x: Tensor) -> bool:
+    """Return whether there are views of a tensor that an operator gets, in the operator's code."""
+    # It has three owners then, one more if autograd has saved it, and two more for each view.
+    owners: int = x._use_count()  # type: ignore[attr-defined]
+    return owners > 4
 
 
 def storage_key(storage: UntypedStorage) -> int:
@@ -164,17 +156,6 @@ def gradient_hooks(x: Tensor) -> dict[int, Any]:
 def as_subclass_in_place(x: Tensor, kind: type[Tensor]) -> Tensor:
     """Return a tensor of a subclass in the memory of another one, without history, and no view."""
     return Tensor._make_subclass(kind, x)
-
-
-def has_gradient_hooks(x: Tensor) -> bool:
-    """Return whether a tensor has hooks of its gradient."""
-    return bool(x._backward_hooks)
-
-
-def exchange_contents(a: Tensor, b: Tensor) -> None:
-    """Let two objects exchange what they hold, though there are other references to it."""
-    # `torch.utils.swap_tensors` refuses these.
-    torch._C._swap_tensor_impl(a, b)
 
 
 # Returns a tensor of a subclass that has a shape, but no memory.
@@ -307,6 +288,18 @@ def children_of(module: nn.Module) -> dict[str, Any]:
     return module._modules
 
 
+def all_modules(module: nn.Module) -> list[nn.Module]:
+    """Return a module and all in it, in the order of `modules`, which takes longer."""
+    found: dict[nn.Module, None] = {}
+    waiting = [module]
+    while waiting:
+        each = waiting.pop()
+        if each not in found:
+            found[each] = None
+            waiting += [child for child in reversed(each._modules.values()) if child is not None]
+    return list(found)
+
+
 def forward_hooks(module: nn.Module) -> OrderedDict[int, Any]:
     """Return the hooks after a module's forward, in the order in which they run."""
     return cast("OrderedDict[int, Any]", module._forward_hooks)
@@ -344,11 +337,6 @@ def remove_hooks(
 def has_hooks(module: nn.Module) -> bool:
     """Return whether a module has hooks that its call runs."""
     return bool(module._forward_hooks or module._forward_pre_hooks or module._backward_hooks)
-
-
-def has_old_backward_hooks(module: nn.Module) -> bool:
-    """Return whether a module has hooks of `register_backward_hook`, which torch deprecates."""
-    return bool(module._backward_hooks) and not module._is_full_backward_hook
 
 
 def share_kind_of_backward_hooks(module: nn.Module, other: nn.Module) -> None:
@@ -398,15 +386,20 @@ def backward_pass() -> int:
     return torch._C._current_graph_task_id()
 
 
-def function_of_node(node: Any) -> Any:
-    """Return the `autograd.Function` whose backward a node of the graph is; None if of none."""
-    return getattr(type(node), "_forward_cls", None)
+def at_end_of_backward(function: Callable[[], None]) -> None:
+    """Call a function when the backward pass ends that this thread runs; if it fails, drop it."""
+    torch.autograd.Variable._execution_engine.queue_callback(function)
 
 
-# Returns the pair of hooks that saves tensors for backward; None if there is none.
-saved_tensor_hooks: Callable[[], Any] = partial(
-    torch._C._autograd._top_saved_tensors_default_hooks, False
-)
+def next_node_number() -> int:
+    """Return the number that the next node of the graph gets in this thread."""
+    return torch._C._autograd._get_sequence_nr()
+
+
+def running_node_number() -> int:
+    """Return the number of the node whose backward this thread runs; -1 if it runs none."""
+    node = torch._C._current_autograd_node()
+    return -1 if node is None else node._sequence_nr()
 
 
 def is_profiling() -> bool:
@@ -417,45 +410,6 @@ def is_profiling() -> bool:
 # ---------------------------------------------------------------- replaced functions
 
 
-def replace_checkpoint_generator(wrap: Callable[[Callable[..., Any], int | None], Any]) -> None:
-    """Replace the generator by which `checkpoint` without reentrance runs a function.
-
-    Args:
-        wrap: gets it and how many options of torch stand before the variadic arguments of the
-            function; None if the arguments are a tuple and a dictionary, as since torch 2.14.
-    """
-    checkpointing = torch.utils.checkpoint
-    name = "_checkpoint_without_reentrant_generator"
-    if hasattr(checkpointing, f"{name}_impl"):  # since torch 2.14
-        name = f"{name}_impl"
-    original = getattr(checkpointing, name)
-    parameters = signature(original).parameters.values()
-    is_variadic = any(parameter.kind is Parameter.VAR_POSITIONAL for parameter in parameters)
-    count = sum(p.kind is Parameter.POSITIONAL_OR_KEYWORD for p in parameters) - 1
-    setattr(checkpointing, name, wrap(original, count if is_variadic else None))
-
-
-def replace_transforms(wrap: Callable[[Callable[..., Any], str], Any]) -> None:
-    """Replace what the transforms of `torch.func` call, also those that were imported before.
-
-    Args:
-        wrap: gets a function and the name of its transform. Those of Jacobians call `vjp`, `jvp`.
-    """
-    for module, attribute, name in (
-        (apis, "vmap_impl", "vmap"),
-        (eager_transforms, "grad_impl", "grad"),
-        (eager_transforms, "grad_and_value_impl", "grad_and_value"),
-        (eager_transforms, "_vjp_with_argnums", "vjp"),
-        (eager_transforms, "_jvp_with_argnums", "jvp"),
-    ):
-        setattr(module, attribute, wrap(getattr(module, attribute), name))
-
-
-def replace_backward_hook(kind: type[BackwardHook]) -> None:
-    """Replace the class by which modules call their backward hooks."""
-    nn.modules.module.BackwardHook = kind  # type: ignore[attr-defined]
-
-
 # ---------------------------------------------------------------- compiler
 
 COMPILER = "torch._dynamo"  # the module, which takes seconds to import
@@ -464,14 +418,6 @@ COMPILER = "torch._dynamo"  # the module, which takes seconds to import
 def is_compiler_imported() -> bool:
     """Return whether something may be compiled in this process: only then torch has imported it."""
     return COMPILER in sys.modules
-
-
-def run_as_it_is(function: F) -> F:
-    """Return a function that torch's compiler does not trace, but those that it calls."""
-    # What `torch._dynamo.skip_code` does, without its import.
-    skip = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.DEFAULT)
-    set_code_exec_strategy(function.__code__, skip)
-    return function
 
 
 def never_compile(function: F) -> F:

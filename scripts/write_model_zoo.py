@@ -2,9 +2,8 @@
 
 Usage: python scripts/write_model_zoo.py [--measure [NAME ...]]
 
-With `--measure` the models, all or the named ones, are run first, which needs the extra `zoo`: for
-the memory, which is kept in `tests/zoo/memory.json`, and for the functions that run whole on three
-ranks, kept in `tests/zoo/whole_calls.json`.
+With `--measure` the models, all or the named ones, are run first, which needs the extra `zoo`: how
+they are converted for three ranks, and the memory of four are kept in `tests/zoo/measured.json`.
 """
 
 import argparse
@@ -20,8 +19,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 from tests.zoo.families import Family, all_families  # noqa: E402
 
 PAGES = (ROOT / "README.md", ROOT / "docs/model-zoo.md")
-CALLS = ROOT / "tests/zoo/whole_calls.json"
-MEMORY = ROOT / "tests/zoo/memory.json"
+MEASURED = ROOT / "tests/zoo/measured.json"
 MARKED = re.compile(r"<!-- zoo: (\w+) -->.*?<!-- end of zoo -->", re.DOTALL)
 RANKS = 4
 NOTABLE = 0.5  # from this part of the memory on it stands beside the name
@@ -43,17 +41,15 @@ def measure_all(names: list[str]) -> None:
     """Measure some families, and write the page of all."""
     from tests.zoo.comparison import compare
 
-    calls, shares = json.loads(CALLS.read_text()), json.loads(MEMORY.read_text())
+    measured = json.loads(MEASURED.read_text())
     for name, family in all_families().items():
         if name not in (names or [name]):
             continue
-        result = compare(family, 3, trains=True)
-        whole = dict(sorted(result.whole_calls.items()))
-        calls[name] = {"conversion": result.conversion, "whole_calls": whole}
-        shares[name] = round(share_of_memory(family), 2)
-        print(name, shares[name], whole, flush=True)
-        for path, table in ((CALLS, calls), (MEMORY, shares)):
-            path.write_text(json.dumps(dict(sorted(table.items())), indent=1) + "\n")
+        conversion = compare(family, 3, trains=True).conversion
+        share = round(share_of_memory(family), 2)
+        measured[name] = {"conversion": conversion, "memory": share}
+        print(name, conversion, share, flush=True)
+        MEASURED.write_text(json.dumps(dict(sorted(measured.items())), indent=1) + "\n")
 
 
 def count() -> str:
@@ -71,7 +67,7 @@ def count() -> str:
 
 def table() -> str:
     """Return a row for each package."""
-    calls, shares = json.loads(CALLS.read_text()), json.loads(MEMORY.read_text())
+    measured = json.loads(MEASURED.read_text())
     packages: dict[str, list[Family]] = {}
     for family in all_families().values():
         packages.setdefault(family.package, []).append(family)
@@ -83,11 +79,11 @@ def table() -> str:
         prefix = {"segmentation-models-pytorch": "smp_", "own": ""}.get(package, f"{package}_")
         names = []
         for family in families:
-            share = shares[family.name]
+            share = measured[family.name]["memory"]
             notable = f" ({share:.2f})" if share >= NOTABLE else ""
             names.append(family.name.removeprefix(prefix) + notable)
-        by_layers = sum(calls[family.name]["conversion"] == "layers" for family in families)
-        kept = sorted(shares[family.name] for family in families)
+        by_layers = sum(measured[family.name]["conversion"] == "layers" for family in families)
+        kept = sorted(measured[family.name]["memory"] for family in families)
         cells = (
             package,
             str(len(families)),

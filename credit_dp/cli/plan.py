@@ -48,7 +48,7 @@ def levels_table(report: "Decision") -> list[str]:
     for level in report.levels:
         bands = (str(level.rows), str(max(level.bands)), str(min(level.bands)))
         excess = "-" if level.excess is None else f"{level.excess:.2f}"
-        # Nobody knows the least that a model through the global view could send.
+        # Nobody knows the least that a model on tensors of the globe could send.
         least = "-" if report.refusal else format_bytes(level.least_bytes)
         exchanged = (format_bytes(level.sent_bytes), least, excess)
         cells = (*bands, f"{level.imbalance:.3f}", *exchanged)
@@ -399,7 +399,7 @@ def as_text(plan: "StepPlan", config: Config) -> str:
         ]
     if report.saved_bytes:
         lines += ["", memory_line(report), launches_line(report)]
-    if report.in_view or report.unplanned:
+    if report.on_globe or report.unplanned:
         from credit_dp.domain_parallel.decide import decision_lines  # torch: not for --help
 
         lines += ["", *decision_lines(report)]

@@ -22,6 +22,12 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
+from credit_dp.domain_parallel.band_tensor.boundary import (
+    attach_domain,
+    attached_domain,
+    detach_domain,
+    run_rest_of_call,
+)
 from credit_dp.domain_parallel.conversion import (
     CONVERSION_ATTRIBUTE,
     Conversion,
@@ -34,7 +40,7 @@ from credit_dp.domain_parallel.decide import (
     Decision,
     Wanted,
     decide,
-    decide_view,
+    decide_on_globe,
     decision_lines,
     plan_layers,
     whole_call_line,
@@ -59,14 +65,11 @@ from credit_dp.domain_parallel.rules import (
     _needs_halo_conv_transpose3d,
 )
 from credit_dp.domain_parallel.shared_exchange import detach_shared_exchanges
-from credit_dp.domain_parallel.view.attach import attach_view, attached_view, detach_view
 from credit_dp.errors import UserError
 from credit_dp.torch_private import (
     children_of,
-    forward_pre_hooks,
     remove_hooks,
     run_uncompiled,
-    takes_kwargs,
     tree_leaves,
     tree_map_only,
 )
@@ -112,7 +115,7 @@ def convert_to_domain_parallel(
     Another model may share the layers themselves, as a default `activation=nn.GELU()`. If it shares
     modules that contain layers, they are changed for it, too: convert a `copy.deepcopy` then.
 
-    A model with layers or code that the rules refuse computes through the global view instead: its
+    A model with layers or code that the rules refuse computes on tensors of the globe instead: its
     layers and code stay as they are, and a function without a rule for bands gathers the rows and
     runs whole on every rank.
 
@@ -145,7 +148,7 @@ def convert_to_domain_parallel(
     if manager.domain_parallel_size == 1:
         return model
     remove_planning_hook(model)
-    detach_view(model)
+    detach_domain(model)
     wanted = Wanted(whole_ops == "allow", whole_ops_limit)
     conversion = Conversion(manager, custom_converters or {})
     converted = conversion.apply(model)
@@ -157,15 +160,15 @@ def convert_to_domain_parallel(
         return sharded
     if conversion.problems:
         conversion.undo(converted)
-        if not wanted.view:
+        if not wanted.globe:
             raise UserError(conversion.problems[0])
         hook = PlanAtFirstForward(conversion, shard_dim, wanted)
-        # First, as the view shows fields to all other hooks.
+        # First, as all other hooks shall see fields of the globe.
         model.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
         add_parameter_check(model, manager)
         return model
-    # A root that was replaced is a layer, which the view can't replace while it runs.
-    wanted = wanted._replace(view=wanted.view and converted is model)
+    # A root that was replaced is a layer, which can't be replaced while it runs.
+    wanted = wanted._replace(globe=wanted.globe and converted is model)
     hook = PlanAtFirstForward(conversion, shard_dim, wanted)
     converted.register_forward_pre_hook(hook, with_kwargs=True)
     add_parameter_check(converted, manager)
@@ -191,14 +194,14 @@ def carry_out(
     manager, shapes = conversion.manager, decision.input_shapes
     if decision.problems:
         raise UserError(decision.error) from decision.cause
-    if decision.in_view:
-        attach_view(model, manager, shapes).decision = decision
+    if decision.on_globe:
+        attach_domain(model, manager, shapes).decision = decision
     if decision.unplanned and manager.rank == 0:
         logger.warning(
             "domain parallel: costs are not known before training: %s", decision.unplanned
         )
     if logger.isEnabledFor(logging.INFO):
-        in_layers = not decision.in_view
+        in_layers = not decision.on_globe
         summary = [conversion_summary(conversion, model, decision)] if in_layers else []
         for line in summary or filter(None, decision_lines(decision)):
             logger.info("domain parallel: %s", line)
@@ -221,7 +224,7 @@ def convert_from_domain_parallel(model: nn.Module) -> nn.Module:
     """
     remove_planning_hook(model)
     remove_parameter_check(model)
-    detach_view(model)
+    detach_domain(model)
     detach_shared_exchanges(model)
     for module in [m for m in model.modules() if m is not model]:
         if CONVERSION_ATTRIBUTE in module.__dict__:
@@ -248,18 +251,18 @@ def replan(model: nn.Module, input_shape: Shape | Sequence[Shape]) -> None:
         UserError: the model is not converted, or does not suit the shape; the old plan then stays.
     """
     shapes = as_shapes(input_shape)
-    view = attached_view(model)
-    if view is not None:
-        before: Decision = view.decision
+    domain = attached_domain(model)
+    if domain is not None:
+        before: Decision = domain.decision
         wanted = Wanted(limit=before.whole_ops_limit)
-        decision = decide_view(model, view.manager, shapes, wanted, [before.refusal])
+        decision = decide_on_globe(model, domain.manager, shapes, wanted, [before.refusal])
         if decision.problems:
             raise UserError(decision.error) from decision.cause
-        detach_view(model)
-        carry_out(decision, model, Conversion(view.manager, {}))
-        new = attached_view(model)
+        detach_domain(model)
+        carry_out(decision, model, Conversion(domain.manager, {}))
+        new = attached_domain(model)
         assert new is not None
-        new.loss_factor = view.loss_factor
+        new.loss_factor = domain.loss_factor
         return
     if CONVERSION_ATTRIBUTE not in model.__dict__:
         raise UserError(
@@ -273,7 +276,7 @@ def replan(model: nn.Module, input_shape: Shape | Sequence[Shape]) -> None:
     for context, _ in previous_layers:
         context.layers = {}
     try:
-        decision = plan_layers(model, conversion, shapes, Wanted(view=False))
+        decision = plan_layers(model, conversion, shapes, Wanted(globe=False))
     except UserError:
         set_row_shardings(model, previous_shardings)
         for context, layers in previous_layers:
@@ -323,21 +326,22 @@ class PlanAtFirstForward:
             new_args, new_kwargs = tree_map_only(Tensor, empty_input, (args, kwargs))
             return list(new_args), new_kwargs
 
-        hooks = set(forward_pre_hooks(model))
         self.is_planning = True
         try:
             self._plan(model, list(global_shapes.values()), inputs)
         finally:
             self.is_planning = False
         remove_planning_hook(model)
-        return _run_new_hooks(model, hooks, args, kwargs)
+        if attached_domain(model) is None:
+            return None
+        return run_rest_of_call(model, args, kwargs)
 
     def _plan(self, model: nn.Module, shapes: list[Shape], inputs: InputFactory) -> None:
         """Decide how the call that runs now is sharded, and carry it out."""
         conversion, wanted = self.conversion, self.wanted
         if self.refusals:
-            decision = decide_view(model, self.manager, shapes, wanted, self.refusals, inputs)
-        elif not wanted.view:
+            decision = decide_on_globe(model, self.manager, shapes, wanted, self.refusals, inputs)
+        elif not wanted.globe:
             decision = plan_layers(model, conversion, shapes, wanted, inputs)
         else:
             contexts = attached_contexts(model, recursive=False)
@@ -374,20 +378,6 @@ def _check_rows_unambiguous(fields: list[Tensor], global_shapes: dict[int, Shape
             "the same row on all ranks, or each rank's band of a globe. Convert with input_shape, "
             "the shape of the global input."
         )
-
-
-def _run_new_hooks(model: nn.Module, hooks: set[int], args: Any, kwargs: Any) -> Any:
-    """Run forward pre-hooks that were registered since, and return the arguments that they make.
-
-    torch has listed the hooks of the call that runs now before: it would not call them.
-    """
-    for key, hook in list(forward_pre_hooks(model).items()):
-        if key not in hooks:
-            if takes_kwargs(model, key):
-                args, kwargs = hook(model, args, kwargs) or (args, kwargs)
-            else:
-                hook(model, args)
-    return args, kwargs
 
 
 def remove_planning_hook(model: nn.Module) -> None:

@@ -1,7 +1,7 @@
-"""How a model is sharded: by its layers, through the global view, or not at all.
+"""How a model is sharded: by its layers, on tensors of the globe, or not at all.
 
-`decide` plans a model whose layers are converted. If it is refused, a dry run through the global
-view shows whether that computes it and what a rank would hold, which is limited. The `Decision` has
+`decide` plans a model whose layers are converted. If it is refused, a dry run on tensors of the
+globe shows whether they compute it and what a rank would hold, which is limited. The `Decision` has
 the reasons and the costs: `convert` carries it out, `credit-dp plan` prints it.
 
 `plan_report` decides for any number of ranks, in this process, and counts the costs of a complete
@@ -23,8 +23,10 @@ from typing import NamedTuple, final
 from rich.filesize import decimal
 from torch import nn
 
+from credit_dp.domain_parallel.band_tensor.boundary import is_same_field
 from credit_dp.domain_parallel.conversion import Conversion, Converter
 from credit_dp.domain_parallel.count_transport import CountingTransport, RankTraffic
+from credit_dp.domain_parallel.decisions import AssumedValue, UnplannedError
 from credit_dp.domain_parallel.dry_run import DryRun, WholeCall, dry_run
 from credit_dp.domain_parallel.manager import DomainParallelManager
 from credit_dp.domain_parallel.partition import ROW_DIM, RowPartition, too_few_rows_messages
@@ -42,8 +44,6 @@ from credit_dp.domain_parallel.planning.model_plan import (
 from credit_dp.domain_parallel.planning.shape_memo import ShapeMemo
 from credit_dp.domain_parallel.recomputation import checkpointed
 from credit_dp.domain_parallel.row_tensors import row_shardings
-from credit_dp.domain_parallel.view.boundary import is_same_field
-from credit_dp.domain_parallel.view.decisions import AssumedValue, UnplannedError
 from credit_dp.errors import UserError
 from credit_dp.process import no_garbage_collection
 
@@ -94,7 +94,7 @@ class LayerTraffic:
 class Decision:
     """How a model is sharded over `ranks` ranks, and what a training step costs.
 
-    Its layers are converted; or it computes through the global view, if there is a `refusal`; or it
+    Its layers are converted; or it computes on tensors of the globe, if there is a `refusal`; or it
     can't be sharded, if there are `problems`.
 
     Attributes:
@@ -102,7 +102,7 @@ class Decision:
         ranks: number of bands.
         parameters: number of the model's parameters.
         parameter_bytes: their size.
-        whole_ops_limit: of the activations that a rank holds in the view, over the least.
+        whole_ops_limit: of the activations that a rank holds, over the least that it could.
         bands: of the fields of converted layers, or of the inputs.
         has_row_tensors: whether a parameter or buffer has a row for each row of the globe, as
             position embeddings do, and is cut into bands.
@@ -110,11 +110,11 @@ class Decision:
         refusal: the reason why its layers can't be converted.
         unplanned: the reason why nothing is known of the costs of a model that can be trained.
         run: the dry run of one rank; None without costs. It counts the messages of all ranks, and
-            in the view it is the fullest rank's.
+            on tensors of the globe it is the fullest rank's.
         saved_bytes: of each rank, if asked for: tensors that autograd saves for backward, an
             estimate of the memory for activations. Temporary memory of operations, gradients and
             the optimizer come on top. Ranks with the same bands share one estimate;
-            in the view those with the same bands of the inputs do.
+            on tensors of the globe those with the same bands of the inputs do.
         recomputed_bytes: what comes on top if backward computes modules again: what the module with
             most saves meanwhile.
         cause: the error of the model's own code behind a problem.
@@ -136,18 +136,18 @@ class Decision:
     cause: BaseException | None = None
 
     @property
-    def in_view(self) -> bool:
-        """Whether the model computes through the global view."""
+    def on_globe(self) -> bool:
+        """Whether the model computes on tensors of the globe."""
         return bool(self.refusal and not self.problems)
 
     @property
     def way(self) -> str:
         """What computes on bands, in words; empty on one rank, and if nothing does."""
-        return "" if self.ranks == 1 or self.problems else way_of(in_view=self.in_view)
+        return "" if self.ranks == 1 or self.problems else way_of(on_globe=self.on_globe)
 
     @property
     def levels(self) -> tuple[ResolutionLevel, ...]:
-        """The heights of fields, finest first; in the view those of all that is exchanged."""
+        """The heights of fields, finest first; on tensors of the globe of all that is sent."""
         sent, least = (self.run.sent_bytes, self.run.least_sent_bytes) if self.run else ({}, {})
         levels = [
             ResolutionLevel(p.height, p.sizes, sent.get(p, 0), least.get(p, 0))
@@ -186,12 +186,12 @@ class Decision:
 
     @property
     def whole_calls(self) -> tuple[WholeCall, ...]:
-        """The functions that run whole on every rank in the view, the largest first."""
+        """The functions that run whole on every rank, the largest first."""
         return self.run.whole_calls if self.run else ()
 
     @property
     def decisions(self) -> tuple[AssumedValue, ...]:
-        """Where a model in the view decides by data, with what the costs assume."""
+        """Where a model decides by data, with what the costs assume."""
         return self.run.decisions if self.run else ()
 
     @property
@@ -201,7 +201,7 @@ class Decision:
 
     @property
     def largest_gathered(self) -> int:
-        """The bytes of the largest tensor that is gathered in the view."""
+        """The bytes of the largest tensor that is gathered."""
         return self.run.largest_gathered if self.run else 0
 
     @property
@@ -221,13 +221,13 @@ class Wanted(NamedTuple):
     """What a decision may be, and what it has to know.
 
     Attributes:
-        view: whether the model may compute through the global view.
+        globe: whether the model may compute on tensors of the globe.
         limit: as `whole_ops_limit` of `convert_to_domain_parallel`.
         costs: whether the costs of a training step are counted, and all problems listed.
         recomputed: paths of the modules that backward computes again; "" stands for the model.
     """
 
-    view: bool = True
+    globe: bool = True
     limit: float | None = DEFAULT_LIMIT
     costs: bool = False
     recomputed: Sequence[str] = ()
@@ -307,15 +307,15 @@ def decide(
             refusals, cause = [str(error)], error
         except UserError as error:
             refusals = [str(error)]
-    if not wanted.view:
+    if not wanted.globe:
         decision = _decision(converted, manager, shapes, wanted)
         if wanted.costs:
             decision, refusals = _list_levels(decision, converted, conversion, refusals)
         conversion.undo(converted)
         return replace(decision, problems=tuple(refusals), cause=cause and cause.__cause__)
-    # A first forward falls into the view, which knows no layers of earlier conversions either.
+    # A first forward may have layers of earlier conversions, without rules for fields.
     undo = conversion.undo if inputs is None else conversion.undo_all
-    return decide_view(undo(converted), manager, shapes, wanted, refusals, inputs, fails=cause)
+    return decide_on_globe(undo(converted), manager, shapes, wanted, refusals, inputs, fails=cause)
 
 
 def _decision(
@@ -371,7 +371,7 @@ def _with_costs(
     try:
         with checkpointed(model, wanted.recomputed):
             step = partial(
-                dry_run, model, manager, shapes, in_view=False, training=True, memo=ShapeMemo()
+                dry_run, model, manager, shapes, on_globe=False, training=True, memo=ShapeMemo()
             )
             return _with_every_rank(decision, [step(backward=True)], step)
     except UnplannedError as error:
@@ -425,10 +425,10 @@ def _list_levels(
     return replace(decision, bands=bands), [*conversion.problems, *too_few] if too_few else refusals
 
 
-# ------------------------------------------------------------------------------ the global view
+# -------------------------------------------------------------------------- tensors of the globe
 
 
-def decide_view(
+def decide_on_globe(
     model: nn.Module,
     manager: DomainParallelManager,
     shapes: Sequence[Shape],
@@ -438,7 +438,7 @@ def decide_view(
     *,
     fails: BaseException | None = None,
 ) -> Decision:
-    """Decide whether a model whose layers are refused computes through the global view.
+    """Decide whether a model whose layers are refused computes on tensors of the globe.
 
     Args:
         model: not converted; it does not change.
@@ -456,9 +456,9 @@ def decide_view(
             training = True if wanted.costs else None
             step = partial(
                 dry_run, model, manager=manager, shapes=shapes, inputs=inputs,
-                in_view=True, training=training, memo=ShapeMemo(),
+                on_globe=True, training=training, memo=ShapeMemo(),
             )  # fmt: skip
-            runs = _run_view(model, manager, shapes, wanted, inputs, step)
+            runs = _run_on_globe(model, manager, shapes, wanted, inputs, step)
             bands = tuple(map(manager.partition, dict.fromkeys(_heights(shapes))))
             decision = replace(decision, bands=bands, run=runs[0])
             if not wanted.costs:
@@ -472,7 +472,7 @@ def decide_view(
         return replace(decision, run=None, problems=problems, cause=shown.__cause__)
 
 
-def _run_view(
+def _run_on_globe(
     model: nn.Module,
     manager: DomainParallelManager,
     shapes: Sequence[Shape],
@@ -571,7 +571,7 @@ def _largest_within(
         ranks = (passes + exceeds) // 2
         fewer = counting_manager(ranks)
         choose_bands(fewer, shapes)
-        if dry_run(model, fewer, shapes, inputs, in_view=True).is_within(limit):
+        if dry_run(model, fewer, shapes, inputs, on_globe=True).is_within(limit):
             passes = ranks
         else:
             exceeds = ranks
@@ -620,23 +620,23 @@ def choose_bands(
 # ------------------------------------------------------------------------------ lines of text
 
 
-def way_of(*, in_view: bool) -> str:
+def way_of(*, on_globe: bool) -> str:
     """Return what computes on bands in a model."""
-    return ", through the global view" if in_view else ", in converted layers"
+    return ", on tensors of the globe" if on_globe else ", in converted layers"
 
 
 def decision_lines(decision: Decision) -> list[str]:
-    """Return lines about a model that computes through the global view, and unknown costs."""
+    """Return lines about a model that computes on tensors of the globe, and unknown costs."""
     lines = []
-    if decision.in_view:
+    if decision.on_globe:
         lines += [
-            "Computes through the global view, which is exact and needs no change of the model.",
+            "Computes on tensors of the globe, which is exact and needs no change of the model.",
             "Its layers are not converted one by one, because of this:",
             f"  {decision.refusal}",
         ]
     if decision.unplanned:
         return [*lines, "", "Its costs are not known before training:", f"  {decision.unplanned}"]
-    if not decision.in_view:
+    if not decision.on_globe:
         return lines
     if decision.decisions:
         lines += ["", *map(assumption_line, decision.decisions)]

@@ -2,7 +2,7 @@
 
 Tensors have shapes only, and the transport counts what all ranks would send. A recorder notes which
 module runs, what it sends, what autograd saves and the kernels that are started; and of a model
-that computes through the global view, which calls run whole and for which line of its code.
+that computes through the global domain, which calls run whole and for which line of its code.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import contextlib
 import os
 import sys
 import traceback
+from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -18,7 +19,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import starmap
 from math import lcm
-from operator import add
+from operator import add, itemgetter
 from types import FrameType
 from typing import Any, NamedTuple, final
 
@@ -26,7 +27,21 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import flop_registry
 
+from credit_dp.domain_parallel.band_tensor.boundary import (
+    attach_domain,
+    attached_domain,
+    detach_domain,
+    rows_outside,
+)
+from credit_dp.domain_parallel.band_tensor.tensor import Band, BandTensor, Domain, held_of, is_band
 from credit_dp.domain_parallel.count_transport import CountingTransport, RankTraffic
+from credit_dp.domain_parallel.decisions import (
+    AssumedValue,
+    Assumptions,
+    EndlessLoopError,
+    KnownValues,
+    UnplannedError,
+)
 from credit_dp.domain_parallel.functional import attached_contexts, in_backward
 from credit_dp.domain_parallel.layers.base import Bands, RowLayer
 from credit_dp.domain_parallel.lower_bound import TrafficLowerBound
@@ -51,29 +66,20 @@ from credit_dp.domain_parallel.planning.trace import (
     use_fake_tensors,
 )
 from credit_dp.domain_parallel.recomputation import RecomputationCounter, count_recomputation
-from credit_dp.domain_parallel.view.attach import attach_view, attached_view, detach_view
-from credit_dp.domain_parallel.view.boundary import layout_outside
-from credit_dp.domain_parallel.view.decisions import (
-    AssumedValue,
-    Assumptions,
-    EndlessLoopError,
-    KnownValues,
-    UnplannedError,
-)
-from credit_dp.domain_parallel.view.tensor import (
-    GlobalTensor,
-    GlobalView,
-    has_few_rows,
-    local_of,
-)
 from credit_dp.errors import UserError
 from credit_dp.torch_private import (
     FakeTensor,
     UnsupportedOperatorException,
+    next_node_number,
+    running_node_number,
 )
 
 # How torch says that an operator wants the data of a tensor that has none, or of a sparse one.
 READS_MEMORY = ("Cannot access data pointer of Tensor", "Cannot access storage of Sparse")
+# How it says so of a field, which is not that of the globe anywhere.
+HAS_NO_MEMORY = "its data is not allocated yet"
+# How functions of `torch.func` say that they can't be watched for what they save.
+IS_NOT_WATCHED = "don't yet support saved tensor hooks"
 # A smaller excess is never refused: no memory needs protection from it.
 SMALL_EXCESS = 256 * 2**20
 PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
@@ -125,7 +131,7 @@ class DryRun:
         ranks: number of bands.
         rank: the one that was run.
         layers: paths of the converted layers.
-        whole_calls: functions that run whole, the largest first; of models in the view only.
+        whole_calls: functions that run whole, the largest first; of models in the domain only.
         saved_bytes: tensors saved for backward.
         whole_bytes: the part of `saved_bytes` that is held whole.
         largest_gathered: bytes of the largest tensor that is gathered.
@@ -139,7 +145,7 @@ class DryRun:
         recomputed_bytes: what the module with most saves when backward computes it again.
         launches: number of kernels that the rank starts; of the forward only if that alone was run.
         decisions: where the model decides by data; the costs are those of what was assumed there.
-        levels: the numbers of rows of a model in the view, each with the number of which its bands
+        levels: the numbers of rows of a model in the domain, each with a number of which its bands
             should be multiples, as windows have.
     """
 
@@ -228,6 +234,9 @@ class _DryRunMode(PlanningMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """Run an operation."""
+        if BandTensor in types:  # its rules call operators of what a rank holds
+            self.recorder.follow_backward()
+            return NotImplemented
         if func is torch.ops.prim.device.default and type(args[0]) is FakeTensor:
             return args[0].fake_device
         kwargs = kwargs or {}
@@ -254,7 +263,7 @@ class _DryRunMode(PlanningMode):
 
 @final
 class _Recorder:
-    """Notes what happens in a dry run; the view calls `whole_call` of it.
+    """Notes what happens in a dry run; the domain calls `whole_call` of it.
 
     Attributes:
         costs: of the whole call that runs now.
@@ -279,18 +288,21 @@ class _Recorder:
         self.levels: dict[int, int] = {}
         self._unpadded: dict[int, int] = {}
         self._saved: dict[int, torch.UntypedStorage] = {}
+        self._saved_fields: dict[int, BandTensor] = {}
+        # The number of the first node of the graph since which a module runs.
+        self._by_node: list[tuple[int, _CounterKey]] = []
 
     def value_of(self, x: Tensor) -> Tensor | None:
         """Return a tensor with its values, as an index has that the model computes from sizes."""
         return None if self.known is None else self.known.value_of(x)
 
     @contextmanager
-    def whole_call(self, name: str, tensors: Sequence[GlobalTensor]) -> Iterator[None]:
+    def whole_call(self, name: str, tensors: Sequence[BandTensor]) -> Iterator[None]:
         """Note a call that runs whole; what it makes is held whole on every rank.
 
         Also one without bands, if it gets what another whole call returned.
         """
-        bands = [x for x in tensors if x.rows is not None and not has_few_rows(x)]
+        bands = [x for x in tensors if is_band(x)]
         if (
             in_backward()
             or self.costs is not None
@@ -308,7 +320,7 @@ class _Recorder:
         finally:
             self.costs = None
 
-    def _is_whole(self, x: GlobalTensor) -> bool:
+    def _is_whole(self, x: BandTensor) -> bool:
         return id(x.local.untyped_storage()) in self.whole
 
     def add_whole_results(self, operands: Sequence[Any], results: Sequence[Any]) -> None:
@@ -348,15 +360,27 @@ class _Recorder:
 
     def save(self, x: Tensor) -> Tensor:
         """Count a tensor that autograd saves and return it, as a pack hook; each storage once."""
-        storage = x.untyped_storage()
-        if id(storage) not in self._saved:
-            # Kept alive, as the address of a freed storage would be reused.
-            self._saved[id(storage)] = storage
-            self.saved_bytes += storage.nbytes()
-            if id(storage) in self.whole:
-                self.whole_bytes += storage.nbytes()
-                self.whole[id(storage)][1].saved_bytes += storage.nbytes()
+        if type(x) is BandTensor:
+            self._saved_fields[id(x)] = x
+        self._add_saved(held_of(x))
         return x
+
+    def _add_saved(self, x: Tensor) -> None:
+        storage = x.untyped_storage()
+        if id(storage) in self._saved:
+            return
+        # Kept alive, as the address of a freed storage would be reused.
+        self._saved[id(storage)] = storage
+        self.saved_bytes += storage.nbytes()
+        if id(storage) in self.whole:
+            self.whole_bytes += storage.nbytes()
+            self.whole[id(storage)][1].saved_bytes += storage.nbytes()
+
+    def save_what_fields_keep(self) -> None:
+        """Count what saved fields keep of other ranks, fetched after autograd has saved them."""
+        for x in self._saved_fields.values():
+            for kept in kept_by(x):
+                self._add_saved(kept)
 
     @property
     def module(self) -> str:
@@ -379,6 +403,17 @@ class _Recorder:
                 manager.bands.planned_partitions,
             )
         self.manager.transport = self.counters[key]
+        self._by_node.append((next_node_number(), key))
+
+    def follow_backward(self) -> None:
+        """Count messages for the module in which the node was made whose backward runs now."""
+        number = running_node_number()
+        if number < 0:
+            return
+        at = bisect_right(self._by_node, number, key=itemgetter(0))
+        key = self._by_node[max(at - 1, 0)][1]
+        if self.manager.transport is not self.counters[key]:
+            self.manager.transport = self.counters[key]
 
     @contextmanager
     def follow(self, model: nn.Module) -> Iterator[None]:
@@ -468,7 +503,7 @@ def dry_run(
     inputs: InputFactory | None = None,
     *,
     rank: int = 0,
-    in_view: bool | None = None,
+    on_globe: bool | None = None,
     backward: bool = False,
     training: bool | None = None,
     stage: int | None = None,
@@ -483,10 +518,9 @@ def dry_run(
         shapes: the shapes of its global inputs.
         inputs: returns the arguments of the call; by default one tensor of each shape.
         rank: the rank of the domain to run as.
-        in_view: whether to run through the global view, or as the model is, with its converted
+        on_globe: whether to run through the global domain, or as the model is, with its converted
             layers; None for the way in which the model computes.
-        backward: whether to run the backward, too; memory is known without it. It runs in any case
-            if a model in the view has code of its own there.
+        backward: whether to run the backward, too; memory is known without it.
         training: the mode of the model; None for its own.
         stage: the number of the stage of a pipeline that the model is, if it is one. What it saves
             is then with its outputs, and without the inputs that another stage has sent.
@@ -498,16 +532,16 @@ def dry_run(
     """
     assumptions = Assumptions()
     first: Exception | None = None
-    if in_view is None:
-        in_view = attached_view(model) is not None
+    if on_globe is None:
+        on_globe = attached_domain(model) is not None
     while True:
         assumptions.begin()
         try:
-            with _as_rank(model, manager, rank, shapes, in_view, stage) as (ranked, view):
+            with _as_rank(model, manager, rank, shapes, on_globe, stage) as (ranked, domain):
                 return _run(
                     model,
                     ranked,
-                    view,
+                    domain,
                     shapes,
                     assumptions,
                     inputs=inputs,
@@ -528,16 +562,16 @@ def _as_rank(
     manager: DomainParallelManager,
     rank: int,
     shapes: Sequence[Shape],
-    in_view: bool,
+    on_globe: bool,
     stage: int | None,
-) -> Iterator[tuple[DomainParallelManager, GlobalView | None]]:
-    """Let a model compute as one of the ranks; return its manager, and its view if it has one."""
+) -> Iterator[tuple[DomainParallelManager, Domain | None]]:
+    """Let a model compute as one of the ranks; return its manager, and its domain if it has one."""
     functional_layers = nn.ModuleList([*row_layers(model).values()])
     before = manager.rank, manager.transport
     ranks = manager.domain_parallel_size
     with preserve_model(model), preserve_model(functional_layers):
         try:
-            if not in_view:
+            if not on_globe:
                 if rank != manager.domain_rank:
                     manager.rank = rank
                 for layer in row_layers(model).values():
@@ -547,12 +581,12 @@ def _as_rank(
             ranked = DomainParallelManager(ranks, ranks, transport=CountingTransport(rank, ranks))
             for partition in manager.bands.planned_partitions:
                 ranked.bands.register(partition)
-            detach_view(model)
-            view = attach_view(model, ranked, shapes, of_stage=stage is not None)
+            detach_domain(model)
+            domain = attach_domain(model, ranked, shapes, of_stage=stage is not None)
             try:
-                yield ranked, view
+                yield ranked, domain
             finally:
-                detach_view(model)
+                detach_domain(model)
         finally:
             manager.rank, manager.transport = before
 
@@ -560,7 +594,7 @@ def _as_rank(
 def _run(
     model: nn.Module,
     manager: DomainParallelManager,
-    view: GlobalView | None,
+    domain: Domain | None,
     shapes: Sequence[Shape],
     assumptions: Assumptions,
     *,
@@ -574,8 +608,8 @@ def _run(
 
     def local_shape(shape: Shape) -> Shape:
         is_cut = is_banded(shape)
-        if view is not None and stage is not None:
-            is_cut = layout_outside(shape, view) is not None
+        if domain is not None and stage is not None:
+            is_cut = isinstance(rows_outside(shape, domain), Band)
         if not is_cut:
             return shape
         rows = manager.partition(shape[ROW_DIM]).sizes[manager.domain_rank]
@@ -583,8 +617,8 @@ def _run(
 
     recorder = _Recorder(manager)
     buffers = dict(model.named_buffers())
-    if view is not None:
-        view.recorder = recorder
+    if domain is not None:
+        domain.recorder = recorder
     with use_fake_tensors(model) as mode, recorder.follow(model):
         memo = memo or ShapeMemo()
         memo.mode = mode
@@ -592,7 +626,7 @@ def _run(
             model.train(training)
         make = inputs or empty_inputs(model, shapes)
         args, kwargs = make(local_shape)
-        if view is None and manager.domain_parallel_size > 1:
+        if domain is None and manager.domain_parallel_size > 1:
             given, inputs_name = (args, kwargs), f"rank {manager.domain_rank}'s band of the input"
         else:
             given, inputs_name = make(lambda shape: shape), "the whole globe's input"
@@ -601,20 +635,20 @@ def _run(
         recorder.exclude(held)
         if stage is not None and stage > 0:  # another stage has sent the inputs
             recorder.exclude(tensor_leaves([args, kwargs]))
-        again = RecomputationCounter(recorder.save, held, lambda: recorder.launches, local=local_of)
+        again = RecomputationCounter(recorder.save, held, lambda: recorder.launches)
         known = recorder.known = KnownValues(buffers, dict(model.named_buffers()))
         dry_run_mode = _DryRunMode(recorder, memo, known, assumptions)
         with torch.enable_grad(), dry_run_mode, count_recomputation(again):
             with errors():
                 outputs = _forward(model, args, kwargs, recorder)
-            specs = tuple(_output_spec(x, view) for x in outputs)
+            specs = tuple(_output_spec(x, domain) for x in outputs)
             if stage is not None:
                 for x in outputs:
                     recorder.save(x)
+            recorder.save_what_fields_keep()
             forward = recorder.traffic()
             outputs = [x for x in outputs if x.requires_grad]
-            # Code of the user's there may fail, or need what can't be done.
-            if outputs and (backward or (view is not None and view.has_backward_code)):
+            if outputs and backward:
                 with errors():
                     gradients = [torch.empty_like(x) for x in outputs]
                     torch.autograd.backward(outputs, gradients)
@@ -639,13 +673,13 @@ def _bands_of_call(module: nn.Module, args: tuple[Any, ...]) -> Bands | None:
     return module.bands(*args)
 
 
-def _output_spec(x: Tensor, view: GlobalView | None) -> OutputSpec:
-    """Return the spec of an output; one that was taken out of the view has its global shape."""
+def _output_spec(x: Tensor, domain: Domain | None) -> OutputSpec:
+    """Return the spec of an output; one that was taken out of the domain has its global shape."""
     # None if a hook has replaced it, or the model runs inside of another one.
-    shown = None if view is None or view.outputs is None else view.outputs.get(x)
+    rows = None if domain is None or domain.outputs is None else domain.outputs.get(x)
     shape = list(x.shape)
-    if shown is not None and shown.rows is not None:
-        shape[ROW_DIM] = shown.rows.size
+    if isinstance(rows, Band):
+        shape[ROW_DIM] = rows.size
     return OutputSpec(tuple(shape), x.dtype, x.requires_grad)
 
 
@@ -711,7 +745,8 @@ def _errors_of_model(
     Raises:
         GlobalForwardError: the model fails.
         UserError: it can't be computed on bands.
-        UnplannedError: shapes depend on data, or an operator can't run on tensors without data.
+        UnplannedError: shapes depend on data, an operator can't run on tensors without data, or
+            torch does not say what is saved.
         EndlessLoopError: see `Assumptions`.
     """
     try:
@@ -726,6 +761,15 @@ def _errors_of_model(
             raise UnplannedError(
                 f"{where}: reads values of tensors, by which shapes or control flow may be decided."
             ) from error
+        if HAS_NO_MEMORY in str(error):
+            raise UserError(
+                f"{where}: an operator reads the memory of a field, of which a rank has rows only. "
+                "Give it numbers that tolist() returns."
+            ) from error
+        if IS_NOT_WATCHED in str(error):
+            raise UnplannedError(
+                f"{where}: torch does not say what its functions of torch.func save for backward."
+            ) from error
         first_line = next(iter(str(error).strip().splitlines()), type(error).__name__)
         if isinstance(error, UnsupportedOperatorException) or "no fake impl" in str(error):
             reason = first_line.rstrip(".") or f"{getattr(error, 'func', 'a custom operator')}"
@@ -738,6 +782,13 @@ def _errors_of_model(
                 f"{where}: an operator reads the memory of its tensors, as those of sparse ones do."
             ) from error
         raise GlobalForwardError(failure_message(where, error, inputs_name, inputs)) from error
+
+
+def kept_by(x: BandTensor) -> list[Tensor]:
+    """Return what a field keeps beside what the rank holds of it: rows, or all, of other ranks."""
+    rows = () if x.fetched is None else x.fetched.rows
+    others = () if x.others is None else tuple(x.others.parts.values())
+    return [*rows, *others, *(x.kept or ())]
 
 
 def _is_model_code(path: str) -> bool:

@@ -126,30 +126,21 @@ class _HaloExchangeFunction(torch.autograd.Function):
         halo: int | RowExchange,
         dim: int,
         manager: DomainParallelManager | Transport,
-        waits: list[Callable[[], None]] | None = None,
     ) -> Tensor:
-        """Return the rows that this rank needs; in `waits`, if given, what waits for them."""
+        """Return the rows that this rank needs."""
         if isinstance(manager, DomainParallelManager):
             halo = _halo_rows(x.shape[dim], halo, manager) if isinstance(halo, int) else halo
             manager = manager.transport
         ctx.exchange, ctx.transport, ctx.dim = halo, manager, dim % x.ndim - x.ndim
-        rows, wait = _start_rows(x, ctx.exchange, ctx.transport, ctx.dim)
-        if waits is None:
-            wait()
-        else:
-            waits.append(wait)
-            ctx.set_materialize_grads(False)  # their only reader may return them by itself
+        rows = start_fetching(x, ctx.exchange, ctx.transport, ctx.dim)()
         # Autograd forbids writes to a view that a function returns.
         return rows.detach() if is_view(rows) else rows
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradient of the band, to which all ranks that fetched its rows contribute."""
-        grad_x = None
-        if grad is not None:
-            function = add_to_owners if gradients_need_graph() else return_gradients
-            grad_x = function(grad, ctx.exchange, ctx.transport, ctx.dim)
-        return grad_x, None, None, None, None
+        function = add_to_owners if gradients_need_graph() else return_gradients
+        return function(grad, ctx.exchange, ctx.transport, ctx.dim), None, None, None
 
 
 @final
@@ -188,18 +179,6 @@ def fetch_rows(x: Tensor, exchange: RowExchange, transport: Transport, dim: int 
     if exchange.is_identity:
         return x
     return _HaloExchangeFunction.apply(x, exchange, dim, transport)  # type: ignore[no-any-return, no-untyped-call]
-
-
-def fetch_rows_later(
-    x: Tensor, exchange: RowExchange, transport: Transport, dim: int = -2
-) -> tuple[Tensor, Callable[[], None]]:
-    """Return the rows of `fetch_rows`, and a function that waits for them; called by all ranks.
-
-    Until it has returned, the rows are not filled.
-    """
-    waits: list[Callable[[], None]] = []
-    rows: Tensor = _HaloExchangeFunction.apply(x, exchange, dim, transport, waits)  # type: ignore[no-untyped-call]
-    return rows, waits[0]
 
 
 def add_to_owners(x: Tensor, exchange: RowExchange, transport: Transport, dim: int = -2) -> Tensor:
@@ -258,19 +237,6 @@ def start_fetching(
     Whatever is computed before that function is called overlaps with the messages. Not
     differentiable: see `start_returning_gradients`.
     """
-    rows, wait = _start_rows(x, exchange, transport, dim)
-
-    def finish() -> Tensor:
-        wait()
-        return rows
-
-    return finish
-
-
-def _start_rows(
-    x: Tensor, exchange: RowExchange, transport: Transport, dim: int
-) -> tuple[Tensor, Callable[[], None]]:
-    """Do what `start_fetching` does; return the rows, and a function that waits for them."""
     received = {message.peer: _empty_rows(x, dim, message.length) for message in exchange.receives}
     send = [(message.peer, _pack_rows(x, message, dim)) for message in exchange.sends]
     transport.announce_exchange(exchange, x, dim, backward=False)
@@ -281,13 +247,14 @@ def _start_rows(
         result.narrow(dim, start, length).zero_()
     _copy_rows_from(result, x, exchange, exchange.rank, dim)
 
-    def finish() -> None:
+    def finish() -> Tensor:
         wait()
         with torch.no_grad():  # they are rows of the exchange, not a change of its result
             for peer, rows in received.items():
                 _copy_rows_from(result, rows, exchange, peer, dim)
+        return result
 
-    return result, finish
+    return finish
 
 
 def return_gradients(grad: Tensor, exchange: RowExchange, transport: Transport, dim: int) -> Tensor:

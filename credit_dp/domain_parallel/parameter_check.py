@@ -68,7 +68,7 @@ class CompareParameters:
             return  # a CUDA graph can't read numbers
         self.forwards += 1
         if self.forwards in COMPARED_FORWARDS:
-            with torch.no_grad(), disable_current_modes():  # nor does a running view see it
+            with torch.no_grad(), disable_current_modes():  # nor does a running model see it
                 self._compare(replicated_parameters(model))
         if self.forwards == COMPARED_FORWARDS[-1]:
             remove_parameter_check(model)

@@ -22,6 +22,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
+from credit_dp.domain_parallel.band_tensor.filling import open_as_now
+from credit_dp.domain_parallel.band_tensor.tensor import held_of
 from credit_dp.domain_parallel.shared_exchange import (
     SharedExchange,
     detach_shared_exchange,
@@ -204,7 +206,7 @@ class CheckpointedForward:
         """Return the contexts of a forward and of its recomputation."""
         messages = ReceivedMessages(self.path)
         shared = [] if self.with_hooks else open_hooks(self.module)
-        again = self.keep_state(self.module)
+        again = [self.keep_state(self.module), open_as_now()]
         return messages.recording(), _Recomputation(messages, shared, again)
 
     def _buffer_versions(self) -> dict[str, tuple[int, int]]:
@@ -230,14 +232,14 @@ class _Recomputation:
     Args:
         messages: that the forward received.
         shared: the exchanges that the module's hooks, which torch does not run again, had opened.
-        again: makes the context of the state that the forward depended on.
+        again: make the contexts of the state that the forward depended on.
     """
 
     def __init__(
         self,
         messages: ReceivedMessages,
         shared: Sequence[SharedExchange],
-        again: Callable[[], AbstractContextManager[object]],
+        again: Sequence[Callable[[], AbstractContextManager[object]]],
     ) -> None:
         self.messages = messages
         self.shared = shared
@@ -249,7 +251,8 @@ class _Recomputation:
             shared.open()
         replay = ExitStack()
         replay.enter_context(self.messages.replaying())
-        replay.enter_context(self.again())
+        for make_context in self.again:
+            replay.enter_context(make_context())
         self._replays.append(replay)
 
     def __exit__(self, *error: Any) -> None:
@@ -289,7 +292,7 @@ class SavedTensors:
 
     def add(self, x: Tensor) -> Tensor:
         """Count a tensor and return it, as a pack hook of autograd."""
-        storage = x.untyped_storage()
+        storage = held_of(x).untyped_storage()
         # Views and tensors that several operations save share a storage.
         if id(storage) not in self._storages:
             self._storages[id(storage)] = storage
@@ -305,7 +308,6 @@ class RecomputationCounter:
         save: counts a tensor that is kept for backward.
         held: tensors that are held anyway, as parameters.
         launched: returns the number of kernels that the step has started so far.
-        local: returns the tensor of this rank that autograd sees.
 
     Attributes:
         received: bytes of messages that are kept.
@@ -319,12 +321,10 @@ class RecomputationCounter:
         save: Callable[[Tensor], Tensor],
         held: Iterable[Tensor],
         launched: Callable[[], int] = lambda: 0,
-        local: Callable[[Tensor], Tensor] = lambda x: x,
     ) -> None:
         self.save = save
         self.held = list(held)
         self.launched = launched
-        self.local = local
         self.received = self.recomputed = self.repeated = 0
 
     def __call__(
@@ -332,7 +332,7 @@ class RecomputationCounter:
     ) -> Any:
         """Run a forward and return its output."""
         leaves = tree_leaves((args, kwargs))
-        inputs = [self.local(x) for x in leaves if isinstance(x, Tensor)]
+        inputs = [held_of(x) for x in leaves if isinstance(x, Tensor)]
         messages = ReceivedMessages()
         inner = SavedTensors([*self.held, *inputs])
         before = self.launched()

@@ -3,7 +3,7 @@
 Every rank keeps the complete tensor, so that `state_dict()`, optimizers and checkpoints are as for
 the original model. Only the attribute of the module that holds the tensor reads differently:
 `shard_rows` gives the module a subclass with a descriptor of that name, which returns a view of
-this rank's rows while the model runs. Gradients flow through the view into the complete tensor, and
+this rank's rows while the model runs. Gradients flow through that into the complete tensor, and
 are zero for the rows of other ranks.
 
 Users don't declare these tensors, the plan finds them: it is refused where a complete tensor meets

@@ -1,10 +1,10 @@
-"""The table of rules: how a layer or a function is computed on bands of rows.
+"""The table of rules: how a layer is computed on bands of rows.
 
 The rule of a type of module gets the module and returns its domain-parallel replacement, or the
-module itself. Names stand for rules in the `row_rules` of a model. The rule of a function, for a
-model in the global view, gets the function and its arguments; those of torch's functions are
-registered by the modules of `view`. To support another torch layer, write its domain-parallel layer
-in `layers` and add a line to `RULES`; users add rules with `register`.
+module itself. Names stand for rules in the `row_rules` of a model. The rule of a custom operator
+gets the operator and its arguments; those of torch's operators are in `band_tensor`. To support
+another torch layer, write its domain-parallel layer in `layers` and add a line to `RULES`; users
+add rules with `register`.
 """
 
 from __future__ import annotations
@@ -215,35 +215,38 @@ def register(key: Any) -> Callable[[AnyRule], AnyRule]:
 
     Args:
         key: an exact type of module or a name for `row_rules`, whose rule gets the module and
-            returns its replacement; or a function of torch or a custom operator, whose rule gets
-            the function, its arguments and its keyword arguments. A rule is trusted.
+            returns its replacement; or an operator of `torch.library.custom_op`, whose rule gets
+            the operator, its arguments and its keyword arguments, as the rules in `band_tensor`
+            do. A rule is trusted.
 
     Raises:
         UserError: the key is none of these, or has a rule.
     """
     is_type = isinstance(key, type)
     key = operator_of(key)
-    if not (issubclass(key, nn.Module) if is_type else isinstance(key, str) or callable(key)):
+    is_known = isinstance(key, OpOverload) and key.namespace != "aten"
+    if not (issubclass(key, nn.Module) if is_type else isinstance(key, str) or is_known):
+        cure = "Write @register(TYPE) above the rule."
+        if callable(key) and not is_type:
+            cure = "Call an operator of torch.library.custom_op instead, and register that."
         raise UserError(
-            f"register: needs a type of module, a name or a function, got {key!r}. Write "
-            "@register(TYPE) above the rule."
+            f"register: needs a type of module, a name or a custom operator, got "
+            f"{getattr(key, '__name__', repr(key))}. {cure}"
         )
 
     def add(rule: AnyRule) -> AnyRule:
-        for each in (key, key.overloadpacket) if isinstance(key, OpOverload) else (key,):
-            if each in RULES and _source(RULES[each]) != _source(rule):
-                if is_type:
-                    cure = "Name yours in row_rules of the model instead."
-                elif isinstance(key, str):
-                    cure = "Choose another name."
-                else:
-                    cure = "Call an operator of torch.library.custom_op instead, and register that."
-                raise UserError(
-                    f"register: {getattr(key, '__name__', key)} has a rule already, "
-                    f"{_source(RULES[each])}. {cure}"
-                )
-            RULES[each] = rule
-            REGISTERED.add(each)
+        if key in RULES and _source(RULES[key]) != _source(rule):
+            cure = "Choose another name."
+            if is_type:
+                cure = "Name yours in row_rules of the model instead."
+            elif not isinstance(key, str):
+                cure = "Keep one of the two."
+            raise UserError(
+                f"register: {getattr(key, '__name__', key)} has a rule already, "
+                f"{_source(RULES[key])}. {cure}"
+            )
+        RULES[key] = rule
+        REGISTERED.add(key)
         return rule
 
     return add

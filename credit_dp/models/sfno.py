@@ -75,7 +75,7 @@ class HarmonicTransform(nn.Module):
         dtype = coefficients.dtype
         with torch.autocast(coefficients.device.type, enabled=False):
             parts = torch.einsum("mlh,bclmr->bchmr", self.functions.to(dtype), coefficients)
-            parts[..., 0, 1] = 0  # as on a CPU; libraries of GPUs may use it
+            parts[..., :1, 1] = 0  # as on a CPU; libraries of GPUs may use it
             waves = torch.view_as_complex(parts.contiguous())
             fields: Tensor = torch.fft.irfft(waves, self.columns, norm="forward")
             return fields

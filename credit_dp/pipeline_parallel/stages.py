@@ -19,6 +19,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from credit_dp.checks import did_you_mean
+from credit_dp.domain_parallel.band_tensor.boundary import (
+    attach_domain,
+    attached_domain,
+    detach_domain,
+    rows_outside,
+)
+from credit_dp.domain_parallel.band_tensor.tensor import Band, Domain
 from credit_dp.domain_parallel.count_transport import RankTraffic
 from credit_dp.domain_parallel.dry_run import DryRun, OutputSpec, dry_run
 from credit_dp.domain_parallel.manager import DomainParallelManager
@@ -30,9 +37,6 @@ from credit_dp.domain_parallel.planning.trace import (
     preserve_model,
     use_fake_tensors,
 )
-from credit_dp.domain_parallel.view.attach import attach_view, attached_view, detach_view
-from credit_dp.domain_parallel.view.boundary import layout_outside
-from credit_dp.domain_parallel.view.tensor import GlobalView
 from credit_dp.errors import UserError
 from credit_dp.models.segments import SegmentedModel, SegmentState
 
@@ -214,8 +218,8 @@ class Stage:
         input_specs: tensors of the state before the stage.
         output_specs: tensors of the state after the stage.
         model_output_specs: tensors of the last stage's output.
-        view_shapes: global shapes of the state before the stage, if it computes through the global
-            view; else None.
+        globe_shapes: global shapes of the state before the stage, if it computes on tensors of
+            the globe; else None.
     """
 
     index: int
@@ -224,7 +228,7 @@ class Stage:
     input_specs: StateSpecs
     output_specs: StateSpecs
     model_output_specs: StateSpecs
-    view_shapes: tuple[Shape, ...] | None = None
+    globe_shapes: tuple[Shape, ...] | None = None
 
     @property
     def is_first(self) -> bool:
@@ -243,7 +247,7 @@ def cut_model(
     """Return this rank's stages; stage `i` belongs to pipeline rank `i` modulo their number.
 
     Runs the stages on tensors without data and sends nothing. The stages share the model's
-    parameters and buffers. If the model computes through the global view, each stage does. Between
+    parameters and buffers. If the model computes on tensors of the globe, each stage does. Between
     stages a tensor of fields, or any other with a row for each rank in the last dimension but one,
     is a band.
 
@@ -258,17 +262,17 @@ def cut_model(
     """
     segmented = as_segmented(model)
     _check_owners(segmented, cuts)
-    view = attached_view(segmented)
+    domain = attached_domain(segmented)
     dtype, _ = dtype_and_device(segmented)
     states: list[tuple[OutputSpec, ...]] = [(OutputSpec((1, *shape[1:]), dtype, False),)]
-    if view is None:
+    if domain is None:
         band = manager.partition(shape[ROW_DIM]).sizes[manager.domain_rank]
         states = [(OutputSpec((1, *shape[1:ROW_DIM], band, shape[-1]), dtype, False),)]
     for index in range(len(cuts)):
         module = _stage_module(segmented, cuts, index)
-        states.append(_run_stage(module, index, states[-1], manager, view is not None).outputs)
+        states.append(_run_stage(module, index, states[-1], manager, domain is not None).outputs)
     specs = [
-        _state_specs(state, view, f"stage {index - 1}" if index else "the input")
+        _state_specs(state, domain, f"stage {index - 1}" if index else "the input")
         for index, state in enumerate(states)
     ]
     local_stages = range(manager.pipeline_rank, len(cuts), manager.pipeline_parallel_size)
@@ -280,23 +284,23 @@ def cut_model(
             input_specs=specs[index],
             output_specs=specs[index + 1],
             model_output_specs=specs[-1],
-            view_shapes=None if view is None else tuple(x.shape for x in states[index]),
+            globe_shapes=None if domain is None else tuple(x.shape for x in states[index]),
         )
         for index in local_stages
     ]
     for stage in stages:
-        if view is not None and stage.view_shapes is not None:
-            view_of_stage = attach_view(stage.module, manager, stage.view_shapes, of_stage=True)
-            view_of_stage.decision = view.decision
+        if domain is not None and stage.globe_shapes is not None:
+            own = attach_domain(stage.module, manager, stage.globe_shapes, of_stage=True)
+            own.decision = domain.decision
     return stages
 
 
 def _stage_module(model: SegmentedModel, cuts: Sequence[slice], stage: int) -> SegmentedModel:
     # A copy of the modules that shares all tensors: the memo of `deepcopy` maps them to themselves.
-    # The copy's hooks refer to the same view, so that `detach_view` finds and removes them.
-    shared = [*_tensors_of(model), attached_view(model)]
+    # The copy's hooks refer to the same domain, so that `detach_domain` finds and removes them.
+    shared = [*_tensors_of(model), attached_domain(model)]
     module = copy.deepcopy(model, {id(x): x for x in shared})
-    detach_view(module)
+    detach_domain(module)
     remove_parameter_check(module)  # if a stage raises an error, others wait for its output
     module.active_segments = cuts[stage]
     paths = _module_paths(module, cuts)
@@ -360,17 +364,17 @@ def _run_stage(
     index: int,
     state: Sequence[OutputSpec],
     manager: DomainParallelManager,
-    in_view: bool,
+    on_globe: bool,
     *,
     backward: bool = False,
 ) -> DryRun:
-    """Return a dry run of a stage; its state is that of the globe in the view, else of a band."""
+    """Return a dry run of a stage; its state is that of the globe, or of a band in layers."""
     _, device = dtype_and_device(module)
 
     def inputs(shape_of: Callable[[Shape], Shape]) -> tuple[list[Tensor], dict[str, Any]]:
         return [
             torch.empty(
-                shape_of(x.shape) if in_view else x.shape, dtype=x.dtype, device=device
+                shape_of(x.shape) if on_globe else x.shape, dtype=x.dtype, device=device
             ).requires_grad_(x.has_gradient)
             for x in state
         ], {}
@@ -381,14 +385,14 @@ def _run_stage(
         [x.shape for x in state],
         inputs,
         rank=manager.domain_rank,
-        in_view=in_view,
+        on_globe=on_globe,
         backward=backward,
         training=True if backward else None,
         stage=index,
     )
 
 
-def _state_specs(state: Sequence[OutputSpec], view: GlobalView | None, where: str) -> StateSpecs:
+def _state_specs(state: Sequence[OutputSpec], domain: Domain | None, where: str) -> StateSpecs:
     """Return the specs of a rank's part of a state."""
     wrong = next((x.shape for x in state if not x.shape or x.shape[0] != 1), None)
     if wrong is not None:
@@ -399,9 +403,9 @@ def _state_specs(state: Sequence[OutputSpec], view: GlobalView | None, where: st
     specs = []
     for x in state:
         part = list(x.shape)
-        layout = None if view is None else layout_outside(x.shape, view)
-        if view is not None and layout is not None:
-            part[ROW_DIM] = layout.partition.sizes[view.rank]
+        rows = None if domain is None else rows_outside(x.shape, domain)
+        if domain is not None and isinstance(rows, Band):
+            part[ROW_DIM] = rows.sizes(domain.rank)
         specs.append(StateSpec(tuple(part), x.dtype, x.has_gradient))
     return tuple(specs)
 
@@ -430,13 +434,13 @@ def measure_stage(stage: Stage, manager: DomainParallelManager, samples: int) ->
         manager: the one that the model was converted with; its `rank` chooses the band.
         samples: of a micro-batch.
     """
-    shapes = stage.view_shapes or [spec.shape for spec in stage.input_specs]
+    shapes = stage.globe_shapes or [spec.shape for spec in stage.input_specs]
     state = [
         OutputSpec((samples, *shape[1:]), spec.dtype, spec.has_gradient)
         for shape, spec in zip(shapes, stage.input_specs, strict=True)
     ]
-    in_view = stage.view_shapes is not None
-    run = _run_stage(stage.module, stage.index, state, manager, in_view, backward=True)
+    on_globe = stage.globe_shapes is not None
+    run = _run_stage(stage.module, stage.index, state, manager, on_globe, backward=True)
     traffic = [*run.forward.values(), *run.backward.values()]
     sent = tuple(sum(of_rank, RankTraffic()) for of_rank in zip(*traffic, strict=True))
     return StageFootprint(run.saved_bytes, sent)

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from credit_dp.config import ModelConfig
+from credit_dp.domain_parallel.band_tensor.boundary import attached_domain
 from credit_dp.domain_parallel.functional import attached_contexts, is_user_module
 from credit_dp.domain_parallel.layers.resample import InterpolationLayer
-from credit_dp.domain_parallel.view.attach import attached_view
 from credit_dp.errors import UserError
 from credit_dp.torch_private import compile_backward_without_autocast
 from credit_dp.training.parameter_shards import is_fsdp_module
@@ -27,9 +27,9 @@ def obstacle_to_compilation(model: nn.Module, model_config: ModelConfig) -> str:
     of itself again. A complete compiled step can be computed again: its operators receive what the
     transport has kept.
     """
-    if attached_view(model) is not None:
+    if attached_domain(model) is not None:
         return (
-            "this model computes through the global view, whose functions can't be compiled. It "
+            "this model computes on tensors of the globe, whose functions can't be compiled. It "
             "runs uncompiled. On a GPU set compile=false and trainer.cuda_graph=true instead."
         )
     contexts = attached_contexts(model)  # none of a model that is not sharded

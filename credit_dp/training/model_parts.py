@@ -38,10 +38,10 @@ from credit_dp.config import (
 from credit_dp.data.setup import TrainingData
 from credit_dp.data.valid_points import ValidPoints
 from credit_dp.domain_parallel import DomainParallelManager
+from credit_dp.domain_parallel.band_tensor.boundary import attached_domain
 from credit_dp.domain_parallel.build import shard_model
 from credit_dp.domain_parallel.planning.model_plan import parameters_outside_graph
 from credit_dp.domain_parallel.recomputation import checkpoint_modules
-from credit_dp.domain_parallel.view.attach import attached_view
 from credit_dp.models import build_model, cast_model
 from credit_dp.models.blocks import (
     draw_noise,
@@ -312,10 +312,10 @@ def _build_stages(
 
 
 def _set_loss_factor(part: nn.Module, manager: DomainParallelManager) -> None:
-    """Tell the view of a part, if it has one, what `ForwardBackward` multiplies the loss by."""
-    view = attached_view(part)
-    if view is not None:
-        view.loss_factor = manager.ranks_per_sample
+    """Tell the domain of a part, if it has one, what `ForwardBackward` multiplies the loss by."""
+    domain = attached_domain(part)
+    if domain is not None:
+        domain.loss_factor = manager.ranks_per_sample
 
 
 def _build_for_shards(

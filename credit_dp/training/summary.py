@@ -20,10 +20,10 @@ from credit_dp.data.setup import TrainingData
 from credit_dp.data.store import Store
 from credit_dp.distributed.collectives import all_gather_object
 from credit_dp.domain_parallel import DomainParallelManager
+from credit_dp.domain_parallel.band_tensor.boundary import attached_domain
 from credit_dp.domain_parallel.decide import way_of, whole_call_lines
 from credit_dp.domain_parallel.dry_run import DryRun, dry_run
 from credit_dp.domain_parallel.recomputation import checkpointed
-from credit_dp.domain_parallel.view.attach import attached_view
 from credit_dp.errors import counted
 from credit_dp.models.segments import SegmentedModel
 from credit_dp.plain_text import in_one_line
@@ -180,9 +180,9 @@ def summary_lines(
 
 
 def whole_lines(training: Training) -> list[str]:
-    """Return lines about what runs whole, if the model computes through the global view."""
-    views = map(attached_view, training.trainer.state.parts)
-    decisions = [view.decision for view in views if view is not None and view.decision is not None]
+    """Return lines about what runs whole, if the model computes on tensors of the globe."""
+    domains = [x for x in map(attached_domain, training.trainer.state.parts) if x is not None]
+    decisions = [domain.decision for domain in domains if domain.decision is not None]
     calls = [call for decision in decisions for call in decision.whole_calls]
     return whole_call_lines(calls)
 
@@ -200,7 +200,7 @@ def model_line(config: Config, training: Training) -> str:
     of_them = f", {frozen:,} of them frozen" if frozen else ""
     way = ""
     if config.parallel.domain > 1 and not on_rank:
-        way = way_of(in_view=any(attached_view(part) for part in state.parts))
+        way = way_of(on_globe=any(attached_domain(part) for part in state.parts))
     return f"{config.model.name}, {count:,} parameters{on_rank}{of_them}, {dtype}{way}"
 
 

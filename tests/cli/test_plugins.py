@@ -569,7 +569,7 @@ def test_rules_of_a_plugin_are_used_and_exact(
     report = plan_step(config).report
     assert report.problems == ()
     assert report.whole_calls == ()
-    assert report.in_view is (layer == "soften")
+    assert report.on_globe is (layer == "soften")
     types = {traffic.path: traffic.type for traffic in report.layers}
     if layer == "difference":
         assert types["1"] == "DomainParallelMeridionalDifference"
@@ -627,13 +627,13 @@ WRONG_RULES = {
         r"register: Conv2d has a rule already, credit_dp.*\. Name yours in row_rules of the model"
     ),
     "register(nn.functional.conv2d)(lambda layer: layer)\n": (
-        r"register: conv2d has a rule already, credit_dp\S+, line \d+\. Call an operator of torch"
+        r"register: needs a type of module, a name or a custom operator, got conv2d\. Call an op"
     ),
     "register('mine')(lambda layer: layer)\nregister('mine')(lambda layer: None)\n": (
         r"register: mine has a rule already, \S+<lambda>, line \d+\. Choose another name\."
     ),
     "@register(3)\ndef rule(layer):\n    return layer\n": (
-        r"register: needs a type of module, a name or a function, got 3\. Write @register\(TYPE\)"
+        r"register: needs a type of module, a name or a custom operator, got 3\. Write @register\("
     ),
 }
 

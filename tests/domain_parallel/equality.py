@@ -17,13 +17,13 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from credit_dp.domain_parallel import DomainParallelManager, gather_tensor, shard_tensor
+from credit_dp.domain_parallel.band_tensor.boundary import attached_domain
 from credit_dp.domain_parallel.convert import convert_to_domain_parallel
 from credit_dp.domain_parallel.dry_run import row_layers
 from credit_dp.domain_parallel.layers import base
 from credit_dp.domain_parallel.rules import RULES
 from credit_dp.domain_parallel.transport import ThreadTransport, ThreadWorld
 from credit_dp.domain_parallel.verify import relative_error as error
-from credit_dp.domain_parallel.view.attach import attached_view
 from tests.tables import entry
 
 # Ranks that are threads share one random state: only one of them may draw from it at a time.
@@ -79,7 +79,7 @@ def assert_same_as_whole_globe(
 
     With `backend` the sharded model is compiled to one graph, and sends what it sends uncompiled.
     An output without rows is the same on every rank; each gets an equal share of its cotangent.
-    With `whole_ops="allow"` a model may run through the global view, in which nothing runs whole.
+    With `whole_ops="allow"` a model may compute on tensors of the globe, and nothing runs whole.
     """
     with RANDOM_LOCK:
         torch.manual_seed(seed)
@@ -133,8 +133,8 @@ def assert_same_as_whole_globe(
     buffers = dict(sharded.named_buffers())
     for name, buffer in unsharded.named_buffers():
         errors[f"buffer {name}"] = error(buffers[name].double(), buffer.double())
-    view = attached_view(sharded)
-    assert view is None or not view.whole_calls, view.whole_calls
+    domain = attached_domain(sharded)
+    assert domain is None or not domain.whole_calls, domain.whole_calls
     wrong = {name: value for name, value in errors.items() if not value <= tolerance}
     assert not wrong, wrong
 
@@ -147,7 +147,8 @@ def _sharded(
 ) -> nn.Module:
     """Convert a copy. Of ranks that are threads the first one plans for all, to save time.
 
-    Ranks that are processes plan for themselves, and all do if the model may run through the view.
+    Ranks that are processes plan for themselves, and all do if the model may compute on tensors of
+    the globe.
     """
     transport = manager.transport
     plans = shape is not None and isinstance(transport, ThreadTransport) and whole_ops == "refuse"

@@ -151,7 +151,7 @@ def test_a_layer_that_was_exchanged_meanwhile_stays():
 
 
 class AddsFlipped(nn.Module):
-    """Sends rows to the other end of the globe, which only the global view computes."""
+    """Sends rows to the other end of the globe, which only tensors of the globe can."""
 
     def forward(self, x):
         return x + x.flip(-2)

@@ -32,7 +32,7 @@ Convert = Callable[[nn.Module, DomainParallelManager], nn.Module]
 
 
 class FlipsRows(nn.Module):
-    """Runs in the global view."""
+    """Computes on tensors of the globe."""
 
     def __init__(self):
         super().__init__()
@@ -73,7 +73,7 @@ def by_layers(model, manager):
     return convert_to_domain_parallel(model, manager, input_shape=SHAPE, whole_ops="refuse")
 
 
-def in_view(model, manager):
+def on_globe(model, manager):
     return convert_to_domain_parallel(model, manager, input_shape=SHAPE)
 
 
@@ -138,7 +138,7 @@ def one_layer():
 
 LOOPS: dict[str, tuple[Callable[[], nn.Module], Convert]] = {
     "layers": (convnet, by_layers),
-    "view": (FlipsRows, in_view),
+    "globe": (FlipsRows, on_globe),
     "planned in the first forward": (convnet, planned_later),
     "view planned in the first forward": (FlipsRows, planned_later),
     "root replaced": (one_layer, by_layers),

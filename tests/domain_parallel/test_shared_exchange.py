@@ -97,7 +97,7 @@ class Changed(Branches):
 
 
 class ChangedData(Branches):
-    """Writes there without counting it, so that it computes through the global view."""
+    """Writes there without counting it, so that it computes on tensors of the globe."""
 
     def forward(self, x):
         x = x * 2

@@ -15,8 +15,8 @@ from credit_dp.domain_parallel import (
     gather_tensor,
     shard_tensor,
 )
+from credit_dp.domain_parallel.band_tensor.boundary import attached_domain
 from credit_dp.domain_parallel.transport import ThreadTransport, ThreadWorld
-from credit_dp.domain_parallel.view.attach import attached_view
 from credit_dp.errors import UserError
 from tests.ranks import on_threads, seeded
 from tests.tier_cases import every
@@ -39,9 +39,9 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    def __init__(self, act=nn.GELU(), *, in_view):  # noqa: B008  (as packages do: one for all)
+    def __init__(self, act=nn.GELU(), *, on_globe):  # noqa: B008  (as packages do: one for all)
         super().__init__()
-        self.in_view = in_view
+        self.on_globe = on_globe
         self.stem = nn.Conv2d(3, WIDTH, 3, padding=1)
         self.act = act
         self.block = Block(act)
@@ -51,7 +51,7 @@ class Model(nn.Module):
 
     def forward(self, x):
         y = self.act(self.stem(x))
-        if self.in_view:  # what conversion refuses
+        if self.on_globe:  # what conversion refuses
             y = y * torch.linspace(-1, 1, y.shape[-2])[:, None]
         y = self.norm(self.block(y))
         return self.head(self.mix(y.transpose(1, 3)).transpose(1, 3))
@@ -73,22 +73,26 @@ CASES = [
 ]
 
 
-def _student_and_teacher(shared, in_view):
+def _student_and_teacher(shared, on_globe):
     torch.manual_seed(0)
-    student, teacher = (Model(in_view=in_view) for _ in range(2))
+    student, teacher = (Model(on_globe=on_globe) for _ in range(2))
     for name in SHARED[shared]:
         setattr(teacher, name, getattr(student, name))
     return nn.ModuleList([student, teacher])
 
 
-def _outputs(pair, x, teacher_x, alone):
-    """Run the teacher before, during and after a forward of the student, and its parts alone."""
+def _outputs(pair, x, teacher_x, alone, is_refused):
+    """Run the teacher before, during and after a forward of the student, and its parts alone.
+
+    During the forward it `is_refused` if it is not converted and has parameters of the student.
+    """
     student, teacher = pair
     outputs = [teacher(teacher_x)]
 
     def during(*_):
         hook.remove()  # the teacher may have the same module
-        outputs.append(teacher(teacher_x))
+        if not is_refused:
+            outputs.append(teacher(teacher_x))
 
     hook = student.act.register_forward_hook(during)
     y = student(x)
@@ -98,26 +102,27 @@ def _outputs(pair, x, teacher_x, alone):
     return [y, *outputs]
 
 
-def _check(shared, in_view, converted, ranks):
+def _check(shared, on_globe, converted, ranks):
     """Compare a student and a teacher, one or both converted, with the unsharded ones."""
-    pair = _student_and_teacher(shared, in_view).double()
+    pair = _student_and_teacher(shared, on_globe).double()
     alone = converted == 1
+    is_refused = alone and on_globe and shared != "activation"
     x, *weights = torch.randn(6, *SHAPE, generator=seeded(1), dtype=torch.float64)
     plain = copy.deepcopy(pair)
     whole_x = x.clone().requires_grad_()
-    wanted = _outputs(plain, whole_x, whole_x, alone)
+    wanted = _outputs(plain, whole_x, whole_x, alone, is_refused)
     torch.autograd.backward(wanted, weights[: len(wanted)])
 
     def on_rank(manager):
         models = copy.deepcopy(pair)
         for model in models[:converted]:
-            settings = {} if in_view else {"whole_ops": "refuse"}
+            settings = {} if on_globe else {"whole_ops": "refuse"}
             convert_to_domain_parallel(model, manager, input_shape=SHAPE, **settings)
-            assert (attached_view(model) is not None) == in_view
+            assert (attached_domain(model) is not None) == on_globe
         models = copy.deepcopy(models, {id(manager): manager})
         band = shard_tensor(x, manager=manager).requires_grad_()
         other_x = x.clone().requires_grad_()
-        outputs = _outputs(models, band, other_x if alone else band, alone)
+        outputs = _outputs(models, band, other_x if alone else band, alone, is_refused)
         cuts = [True] + [not alone] * (len(outputs) - 1)
         # Every rank computes what is not cut: each backward gets its share.
         cotangents = [
@@ -144,20 +149,31 @@ def _check(shared, in_view, converted, ranks):
         torch.testing.assert_close(results, expected, rtol=1e-11, atol=1e-11)
 
 
-@pytest.mark.parametrize(("shared", "in_view"), every(2, [*CASES[1:], CASES[0]]))
-def test_an_unconverted_model_stays_as_it_is(shared, in_view):
-    _check(shared, in_view, 1, 3)
+@pytest.mark.parametrize(("shared", "on_globe"), every(2, [*CASES[1:], CASES[0]]))
+def test_an_unconverted_model_stays_as_it_is(shared, on_globe):
+    _check(shared, on_globe, 1, 3)
 
 
-@pytest.mark.parametrize(("shared", "in_view"), every(3, CASES))
-def test_both_models_are_converted(shared, in_view):
-    _check(shared, in_view, 2, 3)
+@pytest.mark.parametrize(("shared", "on_globe"), every(3, CASES))
+def test_both_models_are_converted(shared, on_globe):
+    _check(shared, on_globe, 2, 3)
+
+
+def test_refuses_an_unconverted_model_inside_of_the_forward_of_another():
+    def on_rank(manager):
+        pair = copy.deepcopy(_student_and_teacher("block", on_globe=True))
+        convert_to_domain_parallel(pair[0], manager, input_shape=SHAPE)
+        x = torch.ones(SHAPE)
+        with pytest.raises(UserError, match=r"^block: called by Model, which is not converted, in"):
+            _outputs(pair, shard_tensor(x, manager=manager), x, alone=True, is_refused=False)
+
+    on_threads(2, on_rank)
 
 
 @pytest.mark.parametrize("shared", every(2, ["containers", "block"]))
 def test_a_copy_is_converted_beside_models_that_share_containers(shared):
-    """Without the view layers are replaced in the containers themselves."""
-    pair = _student_and_teacher(shared, in_view=False).double()
+    """Layers are replaced in the containers themselves."""
+    pair = _student_and_teacher(shared, on_globe=False).double()
     x = torch.randn(SHAPE, generator=seeded(1), dtype=torch.float64)
     expected = [model(x).detach() for model in copy.deepcopy(pair)]
 
@@ -182,15 +198,15 @@ def test_a_copy_is_converted_beside_models_that_share_containers(shared):
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("converted", [1, 2])
-@pytest.mark.parametrize("in_view", [False, True], ids=["layers", "view"])
-def test_other_numbers_of_ranks(ranks, in_view, converted):
-    _check("layers", in_view, converted, ranks)
+@pytest.mark.parametrize("on_globe", [False, True], ids=["layers", "globe"])
+def test_other_numbers_of_ranks(ranks, on_globe, converted):
+    _check("layers", on_globe, converted, ranks)
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # torch's of its own code, which it traces
 def test_an_unconverted_model_compiles_to_one_graph():
-    student, teacher = _student_and_teacher("layers", in_view=True)
+    student, teacher = _student_and_teacher("layers", on_globe=True)
     x = torch.randn(SHAPE, generator=seeded(1))
     wanted = teacher(x)
     manager = DomainParallelManager(2, 2, transport=ThreadTransport(ThreadWorld(2), 0))

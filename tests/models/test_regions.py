@@ -23,7 +23,7 @@ from credit_dp.config import (
 )
 from credit_dp.data.grid import Grid
 from credit_dp.domain_parallel import shard_tensor
-from credit_dp.domain_parallel.view.attach import attach_view
+from credit_dp.domain_parallel.band_tensor.boundary import attach_domain
 from credit_dp.errors import UserError
 from credit_dp.fields import Fields, GridShape
 from credit_dp.models import build_model
@@ -317,7 +317,7 @@ class _Whole(nn.Module):
 
 def _band_in_view(manager, model, x, weights):
     model = copy.deepcopy(model)
-    attach_view(model, manager, [tuple(x.shape)])
+    attach_domain(model, manager, [tuple(x.shape)])
     band = shard_tensor(x, manager=manager).clone().requires_grad_()
     outputs = model.outputs(band)
     local = [shard_tensor(weight, manager=manager) for weight in weights]

@@ -8,8 +8,8 @@ import torch
 
 from credit_dp.config import SFNOConfig
 from credit_dp.data.grid import Grid, healpix_rows
+from credit_dp.domain_parallel.band_tensor.boundary import attached_domain
 from credit_dp.domain_parallel.build import shard_model
-from credit_dp.domain_parallel.view.attach import attached_view
 from credit_dp.errors import UserError
 from credit_dp.fields import Fields, GridShape
 from credit_dp.models import build_model
@@ -151,7 +151,7 @@ def test_a_grid_without_harmonics_is_refused():
 
 
 def test_sharded_equals_whole():
-    """Through the global view, in which nothing runs whole."""
+    """On tensors of the globe, and nothing runs whole."""
     options = (0.0, True, 0, None, "allow")
     case = (_model, (17, 32), (2, 3, 17, 32), MODEL, *options)
     on_threads(3, assert_same_as_whole_globe, *case)
@@ -165,7 +165,7 @@ def _sent(manager, rows, columns):
     before = manager.transport.traffic.bytes, manager.transport.traffic.messages
     model(x).square().sum().backward()
     traffic = manager.transport.traffic
-    whole = attached_view(model).whole_calls
+    whole = attached_domain(model).whole_calls
     return traffic.bytes - before[0], traffic.messages - before[1], sum(whole.values())
 
 

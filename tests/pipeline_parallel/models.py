@@ -35,7 +35,7 @@ CONFIGS = {
     "sfno": tiny_sfno(),
     "spectral norm": tiny_crossformer(depths=[1, 2], spectral_norm=True),
 }
-NAMES = [*CONFIGS, "own", "view"]
+NAMES = [*CONFIGS, "own", "globe"]
 
 
 class Own(SegmentedModel):
@@ -70,7 +70,7 @@ class _Anomalies(nn.Module):
 
 
 class Spectral(SegmentedModel):
-    """Needs the global view, and hands on tensors of every kind: fields, whole ones, tokens."""
+    """Computes on tensors of the globe, hands on all kinds: fields, whole ones, tokens."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -114,7 +114,7 @@ class Spectral(SegmentedModel):
 def build(name: str, rows: int) -> nn.Module:
     """Build a model with the same weights on every rank."""
     torch.manual_seed(0)
-    if name in ("own", "view"):
+    if name in ("own", "globe"):
         return (Own() if name == "own" else Spectral()).double()
     return build_model(CONFIGS[name], fields(name), (rows, COLUMNS)).double()
 

@@ -26,7 +26,7 @@ from tests.tier_cases import tiers
 
 NAMES_AND_SCHEDULES = [
     ("unet", "gpipe"), ("pangu", "interleaved"), ("swin", "gpipe"), ("crossformer", "1f1b"),
-    ("sfno", "interleaved"), ("spectral norm", "1f1b"), ("view", "gpipe"),
+    ("sfno", "interleaved"), ("spectral norm", "1f1b"), ("globe", "gpipe"),
     ("unet with all", "interleaved"), ("unet with all", "gpipe"),
 ]  # fmt: skip
 
@@ -47,10 +47,10 @@ def test_two_stages_are_the_model(name, schedule):
     ("name", "schedule"),
     tiers(
         fast=[("own", "1f1b")],
-        slow=[("unet with all", "1f1b"), ("view", "interleaved"), ("crossformer", "gpipe")],
+        slow=[("unet with all", "1f1b"), ("globe", "interleaved"), ("crossformer", "gpipe")],
         exhaustive=[
             ("unet", "gpipe"), ("computed again", "interleaved"), ("pangu", "gpipe"),
-            ("swin", "1f1b"), ("sfno", "1f1b"), ("view", "gpipe"), ("view", "1f1b"),
+            ("swin", "1f1b"), ("sfno", "1f1b"), ("globe", "gpipe"), ("globe", "1f1b"),
         ],
     ),
 )  # fmt: skip

@@ -68,7 +68,7 @@ def plain(manager: DomainParallelManager, config: Config) -> Trajectory:
 
 @pytest.fixture
 def new_ranks():
-    """Ranks that no test has used: torch can't compile where the global view has run."""
+    """Ranks that no test has used: torch can't compile where tensors of the globe were used."""
     close_pools()
     yield
     close_pools()

@@ -14,6 +14,7 @@ from credit_dp.domain_parallel import (
     convert_to_domain_parallel,
     shard_tensor,
 )
+from credit_dp.domain_parallel.band_tensor.boundary import attached_domain
 from credit_dp.domain_parallel.dry_run import row_layers
 from credit_dp.domain_parallel.thread_ranks import ThreadRanks
 from credit_dp.domain_parallel.transport import ThreadTransport, ThreadWorld
@@ -23,8 +24,6 @@ from credit_dp.domain_parallel.verify import (
     step_errors,
     train_without_dropout,
 )
-from credit_dp.domain_parallel.view.attach import attached_view
-from credit_dp.domain_parallel.view.tensor import GlobalView
 from tests.zoo.families import Family
 
 SECONDS = 480.0
@@ -47,7 +46,7 @@ class Comparison:
     """What a family's model did on a number of ranks.
 
     Attributes:
-        conversion: `layers` or `view`.
+        conversion: `layers` or `globe`.
         errors: the relative errors of outputs, gradients and buffers, by name.
         whole_calls: functions that ran whole in the forward of one step -> number of calls.
     """
@@ -97,10 +96,6 @@ class _Rank:
     manager: DomainParallelManager
     model: nn.Module
 
-    @property
-    def view(self) -> GlobalView | None:
-        return attached_view(self.model)
-
 
 def _train_without_randomness(model: nn.Module) -> nn.Module:
     """Put a model into training mode without dropout and dropped paths."""
@@ -145,7 +140,7 @@ def compare(family: Family, ranks: int, trains: bool) -> Comparison:
     bands = ThreadRanks[Any](sharded[0].manager.transport.world, SECONDS).run(step)
     by_kind = step_errors(expected, bands)
     errors = {f"{kind} {name}": e for kind, each in by_kind.items() for name, e in each.items()}
-    view = sharded[0].view
-    if view is None:
+    domain = attached_domain(sharded[0].model)
+    if domain is None:
         return Comparison("layers", errors, {})
-    return Comparison("view", errors, dict(view.whole_calls))
+    return Comparison("globe", errors, dict(domain.whole_calls))

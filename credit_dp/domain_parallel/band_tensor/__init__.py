@@ -1,6 +1,4 @@
-"""A tensor of the globe below autograd, beside the global view, whose place it is to take.
-
-No model computes on it yet, but in tests.
+"""A tensor of the globe below autograd: models that mix rows anywhere compute on it.
 
 | module | what it holds |
 |---|---|
@@ -15,6 +13,7 @@ No model computes on it yet, but in tests.
 | `convolutions`, `pooling` | operators with halos |
 | `interpolation` | interpolation, adaptive averages, pixel shuffles, samples of grids |
 | `reductions`, `norms`, `losses` | operators with moments and sums of the whole globe |
+| `fused` | layers of torch in one node of autograd |
 | `products`, `attention`, `spectral`, `recurrent` | operators that mix rows with each other |
 | `padding` | padding, rolls, flips and windows of rows |
 | `gradients` | gradients in parts, and in the bands of the forward |

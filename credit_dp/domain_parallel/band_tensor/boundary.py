@@ -50,7 +50,8 @@ from credit_dp.domain_parallel.band_tensor import (  # noqa: F401
     values,
     views,
 )
-from credit_dp.domain_parallel.band_tensor.moving import is_held_by, with_rows
+from credit_dp.domain_parallel.band_tensor.fused import fuse, unfuse
+from credit_dp.domain_parallel.band_tensor.moving import is_held_by, whole, with_rows
 from credit_dp.domain_parallel.band_tensor.parameters import (
     EnteredTensors,
     add_hook,
@@ -78,11 +79,14 @@ from credit_dp.domain_parallel.planning.trace import run_uncompiled as functions
 from credit_dp.errors import UserError
 from credit_dp.torch_private import (
     CALL_ATTRIBUTE,
+    all_modules,
     buffers_of,
     call_with_hooks,
+    disable_torch_function,
     forward_hooks,
     forward_pre_hooks,
     is_alias,
+    parameters_of,
     remove_hooks,
     run_uncompiled,
     takes_kwargs,
@@ -144,6 +148,7 @@ class Leave(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         """Return the gradient as one of the globe."""
+        functions_uncompiled.until_backward_ends()
         rows = ctx.rows if isinstance(ctx.rows, Band) else PARTIAL
         grad = _scaled(grad, 1 / ctx.domain.loss_factor)
         return Enter.apply(grad, rows, ctx.domain), None, None  # type: ignore[no-untyped-call]
@@ -273,7 +278,7 @@ class Inputs:
         """Return whether there are bands that are plain, as a hook of another model gets them."""
         tensors = [x for x in tree_leaves(arguments) if isinstance(x, Tensor)]
         return not any(type(x) is BandTensor for x in tensors) and any(
-            _is_same_field(x.shape, shape) and x.shape[ROW_DIM] == self._rows_of(shape[ROW_DIM])
+            is_same_field(x.shape, shape) and x.shape[ROW_DIM] == self._rows_of(shape[ROW_DIM])
             for x in tensors
             for shape in self.shapes
         )
@@ -309,7 +314,7 @@ class Inputs:
         return enter_whole([x], self.domain)[0] if x.requires_grad else x
 
     def _find_rows(self, x: Tensor) -> Rows:
-        heights = [shape[ROW_DIM] for shape in self.shapes if _is_same_field(x.shape, shape)]
+        heights = [shape[ROW_DIM] for shape in self.shapes if is_same_field(x.shape, shape)]
         for height in heights:
             if x.shape[ROW_DIM] == self._rows_of(height):
                 return Band(ROW_DIM, 1, self.domain.bounds(height))
@@ -332,7 +337,7 @@ class Inputs:
         is_planned = any(is_band(field) for _, field in entered)
         for x, field in entered:
             is_row = x.ndim >= FIELD_DIMS and x.shape[ROW_DIM] == 1
-            if is_row and any(_is_same_field(x.shape, shape) for shape in self.whole_shapes):
+            if is_row and any(is_same_field(x.shape, shape) for shape in self.whole_shapes):
                 continue
             for shape in self.shapes:
                 is_like = x.ndim == len(shape) and x.shape[ROW_DIM] == self._rows_of(shape[ROW_DIM])
@@ -355,7 +360,7 @@ class Inputs:
         return rows
 
 
-def _is_same_field(shape: Sequence[int], other: Sequence[int]) -> bool:
+def is_same_field(shape: Sequence[int], other: Sequence[int]) -> bool:
     """Return whether two shapes of fields differ in samples and rows only."""
     if len(shape) != len(other):
         return False
@@ -410,12 +415,20 @@ def leave(x: Tensor, rows: Rows, domain: Domain) -> Tensor:
     return local
 
 
-def take_buffers(model: nn.Module, domain: Domain) -> None:
-    """Keep buffers that the forward replaced as whole tensors, as on one process."""
-    for module in model.modules():
-        for name, buffer in buffers_of(module).items():
-            if type(buffer) is BandTensor:
-                buffers_of(module)[name] = leave(buffer, WHOLE, domain)
+def take_attributes(model: nn.Module, domain: Domain) -> None:
+    """Let modules keep as torch's own tensors what the forward has set and all ranks have.
+
+    Buffers that were fields are whole then, as on one process. Other fields stay what they are.
+    """
+    for module in all_modules(model):
+        for table in (parameters_of(module), buffers_of(module), vars(module)):
+            for name, x in table.items():
+                if type(x) is not BandTensor:
+                    continue
+                if isinstance(x, nn.Parameter):
+                    table[name] = nn.Parameter(whole(x).clone(), x.requires_grad)
+                elif table is not vars(module) or (x.rows is WHOLE and not x.requires_grad):
+                    table[name] = leave(x, WHOLE, domain)
 
 
 # ---------------------------------------------------------------- the call of a model
@@ -480,16 +493,18 @@ class GlobalCall:
         ending.callback(tensors_of_model.leave)
         before = _entered_tensors.set(tensors_of_model)
         ending.callback(_entered_tensors.reset, before)
-        for module in model.modules():
+        for module in all_modules(model):
             tensors_of_model.enter(module)
+        ending.enter_context(filling.open_tensors(domain))
         return args, kwargs, entered
 
     def finish(self, output: Any, entered: Sequence[tuple[Tensor, Tensor]]) -> Any:
         """Return the output of a forward outside of the model."""
-        result = take_outputs(output, self.domain, self.inputs.of_stage)
-        take_buffers(self.model, self.domain)
-        write_inputs_back(entered)
-        return result
+        with disable_torch_function():  # none of these are functions of the model
+            result = take_outputs(output, self.domain, self.inputs.of_stage)
+            take_attributes(self.model, self.domain)
+            write_inputs_back(entered)
+            return result
 
 
 def run_rest_of_call(model: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -568,21 +583,29 @@ def enter_module(module: nn.Module, args: Any) -> None:
 
     Raises:
         UserError: a method of the model calls it past the model's forward, where bands are plain
-            tensors.
+            tensors; or a model that has no domain calls it while this model runs, and would get
+            its parameters as they are inside.
     """
     if torch.compiler.is_compiling():  # another model: one with a domain is not compiled
         return
     tensors_of_model = _entered_tensors.get()
+    if args and type(args[0]) is BandTensor:  # nearly all calls
+        if tensors_of_model is not None:
+            tensors_of_model.enter(module)
+        return
+    tensors = [x for x in tree_leaves(args) if isinstance(x, Tensor)]
+    is_plain = BandTensor not in map(type, tensors)
     if tensors_of_model is not None:
         tensors_of_model.enter(module)
+        if is_plain and tensors and any(x is not None for x in parameters_of(module).values()):
+            _check_caller(module)
         return
     # Without rows, as an embedding of a date, everything is as on one process. When backward
     # computes a module again, fields are those of the globe.
-    tensors = [x for x in tree_leaves(args) if isinstance(x, Tensor)]
-    if not any(x.ndim >= FIELD_DIMS for x in tensors) or BandTensor in map(type, tensors):
+    if not is_plain or not any(x.ndim >= FIELD_DIMS for x in tensors):
         return
-    model = _calling_model()
-    if model is not None and model is not module:
+    callers, model = _callers()
+    if model is not None and model is not module and callers <= set(model.modules()):
         path = next(path for path, each in model.named_modules() if each is module)
         raise UserError(
             f"{path}: called by {type(model).__name__} outside of its forward, where its input "
@@ -591,18 +614,30 @@ def enter_module(module: nn.Module, args: Any) -> None:
         )
 
 
-def _calling_model() -> nn.Module | None:
-    """Return the model with a domain whose code runs, if only modules of it are called."""
-    callers = []
+def _check_caller(module: nn.Module) -> None:
+    """Refuse a call of a module by another model than the one that runs."""
+    callers, model = _callers()
+    if model is None or not (others := callers - set(model.modules())):
+        return
+    path = next(path for path, each in model.named_modules() if each is module)
+    raise UserError(
+        f"{path}: called by {type(others.pop()).__name__}, which is not converted, inside of the "
+        f"forward of {type(model).__name__}, which has this module, too. Call it before or after."
+    )
+
+
+def _callers() -> tuple[set[nn.Module], nn.Module | None]:
+    """Return the modules whose code runs, up to the first model with a domain, and that one."""
+    callers: set[nn.Module] = set()
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         module = frame.f_locals.get("self")
         if isinstance(module, nn.Module):
-            callers.append(module)
+            callers.add(module)
             if DOMAIN_ATTRIBUTE in module.__dict__:
-                return module if set(callers) <= set(module.modules()) else None
+                return callers, module
         frame = frame.f_back
-    return None
+    return callers, None
 
 
 # ---------------------------------------------------------------- attached models
@@ -632,6 +667,7 @@ def attach_domain(
         if _has_hook(path, module):
             # After those of FSDP2, whenever these are registered: they come first.
             module.register_forward_pre_hook(enter_module)
+        fuse(module)
     for parameter in model.parameters():
         add_hook(parameter)  # before those of users
     model.__dict__[DOMAIN_ATTRIBUTE] = domain
@@ -654,6 +690,7 @@ def detach_domain(model: nn.Module) -> None:
     for path, module in model.named_modules():
         if _has_hook(path, module):  # one for each model with a domain that has the module
             remove_hooks(module, lambda hook: hook is enter_module, at_most=1)
+        unfuse(module)
 
 
 def _has_hook(path: str, module: nn.Module) -> bool:

@@ -11,9 +11,11 @@ there is an exchange.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor
@@ -26,16 +28,125 @@ from credit_dp.domain_parallel.band_tensor.tensor import (
     Part,
     Unsent,
     rule_for,
+    wrap,
     write_count,
 )
 from credit_dp.domain_parallel.bands.rows import is_wide
-from credit_dp.domain_parallel.exchange import RowExchange
+from credit_dp.domain_parallel.exchange import RowExchange, RowRange
 from credit_dp.domain_parallel.halo_exchange import (
     empty_rows_like,
     return_gradients,
     start_fetching,
 )
-from credit_dp.domain_parallel.known_rows import Assembly, find_rows
+from credit_dp.torch_private import backward_pass
+
+
+class _Segment(NamedTuple):
+    """Rows of a result: `length` rows of a source from `start` on; zeros if the source is -1."""
+
+    source: int
+    start: int
+    length: int
+
+
+@final
+@dataclass(frozen=True)
+class Assembly:
+    """How this rank's rows are put together from what it has: band 0, then the known rows."""
+
+    segments: tuple[_Segment, ...]
+
+    def join(self, sources: Sequence[Tensor], dim: int) -> Tensor:
+        """Return rows from those of the band, which is the first source, and of exchanges."""
+        local = sources[0]
+        parts = [
+            empty_rows_like(local, dim, length).zero_()
+            if source < 0
+            else sources[source].narrow(dim, start, length)
+            for source, start, length in self.segments
+        ]
+        if not parts:
+            return local.narrow(dim, 0, 0)
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+
+    def gradient_of_band(self, grad: Tensor, rows: int, dim: int) -> Tensor:
+        """Return the part of a gradient that the band has; the adjoint of `join`."""
+        starts = accumulate((length for _, _, length in self.segments), initial=0)
+        each = zip(self.segments, starts, strict=False)
+        own = [(segment, first) for segment, first in each if segment.source == 0]
+        if len(own) == 1 and own[0][0].length == rows:
+            return grad.narrow(dim, own[0][1], rows)
+        total = empty_rows_like(grad, dim, rows).zero_()
+        for (_, start, length), first in own:
+            total.narrow(dim, start, length).add_(grad.narrow(dim, first, length))
+        return total
+
+    def gradients(self, grad: Tensor, lengths: Sequence[int], dim: int) -> list[Tensor]:
+        """Return the gradients of the known rows, of which the band is no part.
+
+        The adjoint of `join`; `lengths` are the numbers of rows of each source but the band.
+        """
+        totals = [empty_rows_like(grad, dim, length).zero_() for length in lengths]
+        first = 0
+        for source, start, length in self.segments:
+            if source > 0:
+                total = totals[source - 1].narrow(dim, start, length)
+                total.add_(grad.narrow(dim, first, length))
+            first += length
+        return totals
+
+
+@lru_cache(4096)
+def find_rows(
+    wanted: RowExchange, known: tuple[RowExchange, ...]
+) -> tuple[RowExchange | None, Assembly]:
+    """Return the exchange of what is missing on any rank, if it is, and where all rows are then."""
+    missing = []
+    for rank in range(wanted.partition.ranks):
+        band = wanted.partition.rows(rank)
+        there = set(range(band.start, band.stop)).union(
+            *(_plain_rows(exchange.required_rows[rank]) for exchange in known)
+        )
+        missing.append(_as_ranges(sorted(_plain_rows(wanted.required_rows[rank]) - there)))
+    exchange = RowExchange(wanted.partition, tuple(missing), wanted.rank) if any(missing) else None
+    sources: dict[int, tuple[int, int]] = {}  # of each row: which source, and where in it
+    for i, other in enumerate((*known, *([exchange] if exchange else []))):
+        first = 0
+        for rows in other.required_rows[wanted.rank]:
+            if not rows.zero_filled:
+                for offset, row in enumerate(range(rows.start, rows.stop)):
+                    sources.setdefault(row, (i + 1, first + offset))
+            first += rows.length
+    band = wanted.partition.rows(wanted.rank)
+    sources.update({row: (0, row - band.start) for row in range(band.start, band.stop)})
+    segments: list[_Segment] = []
+    for rows in wanted.required_rows[wanted.rank]:
+        if rows.zero_filled:
+            segments.append(_Segment(-1, 0, rows.length))
+            continue
+        for row in range(rows.start, rows.stop):
+            source, start = sources[row]
+            last = segments[-1] if segments else _Segment(-1, 0, 0)
+            if (source, start) == (last.source, last.start + last.length):
+                segments[-1] = last._replace(length=last.length + 1)
+            else:
+                segments.append(_Segment(source, start, 1))
+    return exchange, Assembly(tuple(segments))
+
+
+def _plain_rows(ranges: tuple[RowRange, ...]) -> set[int]:
+    return {row for r in ranges if not r.zero_filled for row in range(r.start, r.stop)}
+
+
+def _as_ranges(rows: list[int]) -> tuple[RowRange, ...]:
+    """Return sorted rows as ranges."""
+    ranges: list[RowRange] = []
+    for row in rows:
+        if ranges and ranges[-1].stop == row:
+            ranges[-1] = ranges[-1]._replace(stop=row + 1)
+        else:
+            ranges.append(RowRange(row, row + 1))
+    return tuple(ranges)
 
 
 def start_reading(
@@ -60,7 +171,7 @@ def start_reading(
     if fetched is not None:
         fetched.readers += 1
     if missing is None:
-        return lambda: _join(assembly, (local, *rows), dim)
+        return lambda: assembly.join((local, *rows), dim)
     finish = start_fetching(local, missing, x.domain.transport, dim)
 
     def read() -> Tensor:
@@ -68,7 +179,7 @@ def start_reading(
         if fetched is not None and (keeps_wide or not is_wide(missing)):
             fetched.exchanges = (*exchanges, missing)
             fetched.rows = (*rows, new)
-        return _join(assembly, (local, *rows, new), dim)
+        return assembly.join((local, *rows, new), dim)
 
     return read
 
@@ -87,7 +198,7 @@ class Known(NamedTuple):
     def rows(self, x: BandTensor) -> Tensor:
         """Return the rows."""
         assert isinstance(x.rows, Band)
-        return _join(self.assembly, (x.local, *self.fetched.rows), x.rows.dim)
+        return self.assembly.join((x.local, *self.fetched.rows), x.rows.dim)
 
     @property
     def is_shared(self) -> bool:
@@ -123,7 +234,7 @@ def gradient_of_band(x: BandTensor, grad: Tensor, wanted: RowExchange) -> Part:
     known = known_rows(x, wanted)
     if known is None or (known.fetched.rows and not known.is_shared):
         return Part(return_gradients(grad, wanted, x.domain.transport, band.dim), band)
-    own = _gradient_of_own_rows(known.assembly, grad, band.sizes(x.domain.rank), band.dim)
+    own = known.assembly.gradient_of_band(grad, band.sizes(x.domain.rank), band.dim)
     return Part(own, band, unsent=known.unsent(grad, band.dim))
 
 
@@ -132,7 +243,7 @@ def _fetched_rows(x: BandTensor) -> FetchedRows | None:
     if x.is_inference():
         return None
     uncounted = x.domain.uncounted
-    if uncounted and x.local.untyped_storage().data_ptr() in uncounted:
+    if uncounted and x.local.untyped_storage() in uncounted:
         return None
     version = write_count(x)
     if x.fetched is None or x.fetched.version != version:
@@ -140,38 +251,18 @@ def _fetched_rows(x: BandTensor) -> FetchedRows | None:
     return x.fetched
 
 
-def _join(assembly: Assembly, sources: tuple[Tensor, ...], dim: int) -> Tensor:
-    """Return rows from those of the band, which is the first source, and of exchanges."""
-    local = sources[0]
-    parts = [
-        empty_rows_like(local, dim, length).zero_()
-        if source < 0
-        else sources[source].narrow(dim, start, length)
-        for source, start, length in assembly.segments
-    ]
-    if not parts:
-        return local.narrow(dim, 0, 0)
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
-
-
-def _gradient_of_own_rows(assembly: Assembly, grad: Tensor, rows: int, dim: int) -> Tensor:
-    """Return the part of a band's gradient that this rank has; the adjoint of `_join`."""
-    starts = accumulate((length for _, _, length in assembly.segments), initial=0)
-    own = [(s, first) for s, first in zip(assembly.segments, starts, strict=False) if s.source == 0]
-    if len(own) == 1 and own[0][0].length == rows:
-        return grad.narrow(dim, own[0][1], rows)
-    total = empty_rows_like(grad, dim, rows).zero_()
-    for (_, start, length), first in own:
-        total.narrow(dim, start, length).add_(grad.narrow(dim, first, length))
-    return total
-
-
 @rule_for("add.Tensor")
 def add(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Add tensors, as pointwise operators do; gradients, before the ranks send parts of them."""
+    """Add tensors, as pointwise operators do; gradients, before the ranks send parts of them.
+
+    A gradient is marked if plain tensors are among them, see `parameters.take_share`.
+    """
     x, y = args[:2]
-    if type(x) is not BandTensor or type(y) is not BandTensor:
-        return pointwise(func, args, kwargs)
+    if type(x) is not BandTensor or type(y) is not BandTensor or x.has_plain or y.has_plain:
+        total = wrap(func, args, kwargs, pointwise(func, args, kwargs))
+        has_plain = isinstance(x, Tensor) and isinstance(y, Tensor)
+        total.has_plain = has_plain and backward_pass() >= 0
+        return total
     is_sum = (x.unsent or y.unsent) and x.rows == y.rows and x.shape == y.shape and not kwargs
     if not is_sum or x.origin is not None or y.origin is not None:
         return pointwise(func, args, kwargs)

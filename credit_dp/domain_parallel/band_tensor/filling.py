@@ -3,30 +3,41 @@
 `out = x.new_zeros(...)` is one number, in any bands. Such a tensor is open. Before
 `out[..., :5] = x` is written it is cut where the rows of `x` come to lie, and its views, which know
 that they are, are computed anew. What is written without bands leaves it open, if it is whole.
+
+`torch.zeros(...)` would be torch's own tensor, which every rank has all of, and which no write can
+turn into another one. While a model runs, `OpenTensors` lets it be open, too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
-from credit_dp.domain_parallel.band_tensor.moving import compute_again, cut, refresh
+from credit_dp.domain_parallel.band_tensor.moving import compute_again, cut, refresh, whole
 from credit_dp.domain_parallel.band_tensor.strides import describe
 from credit_dp.domain_parallel.band_tensor.tensor import (
+    DATA,
     WHOLE,
     Band,
     BandTensor,
     Domain,
+    OtherLayouts,
     Part,
     Rows,
     is_band,
     rule_for,
+    write_count,
 )
 from credit_dp.domain_parallel.bands.indices import bounds_around
-from credit_dp.torch_private import tree_leaves
+from credit_dp.torch_private import FakeTensor, tree_leaves
 
 aten = torch.ops.aten
 
@@ -57,6 +68,76 @@ def open_part(value: Tensor, sizes: Sequence[int], rows: Rows, domain: Domain) -
 def is_one_number(local: Tensor) -> bool:
     """Return whether a tensor shows one entry of memory in all places."""
     return all(n == 1 or stride == 0 for n, stride in zip(local.shape, local.stride(), strict=True))
+
+
+# Functions that make a tensor of a shape, whatever the values of others are.
+CREATORS = frozenset(
+    getattr(place, name)
+    for name in (
+        *("zeros", "ones", "empty", "full", "zeros_like", "ones_like", "empty_like", "full_like"),
+        *("new_zeros", "new_ones", "new_empty", "new_full"),
+    )
+    for place in (torch, Tensor)
+    if hasattr(place, name)
+)
+SET_DATA = DATA.__set__
+
+
+class OpenTensors(TorchFunctionMode):
+    """Sees the functions of torch that a model calls: numbers that it makes are open tensors.
+
+    Integers and masks stay torch's own, as indices are. So do tensors that have a gradient, and
+    those of torch's own code, as the buffers of data parallelism are.
+    """
+
+    def __init__(self, domain: Domain) -> None:
+        super().__init__()
+        self.domain = domain
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call a function."""
+        if func == SET_DATA and type(args[1]) is BandTensor and type(args[0]) is not BandTensor:
+            # torch would let a tensor take memory that a tensor of the globe does not have.
+            keep_whole(args[1])
+            return func(args[0], whole(args[1]))
+        result = func(*args, **(kwargs or {}))
+        if func in CREATORS and type(result) in (Tensor, FakeTensor):
+            caller = sys._getframe(1).f_globals.get("__name__", "")
+            if caller.startswith("torch.nn.") or not caller.startswith("torch."):
+                return self.opened(result)
+        return result
+
+    def opened(self, x: Tensor) -> Tensor:
+        """Return a tensor that has one number in all entries as an open one."""
+        is_number = x.is_floating_point() or x.is_complex()
+        if not (is_number and x.ndim and x.numel()) or x.requires_grad:
+            return x
+        value = x.as_strided([], []).clone()  # not the memory of all entries
+        y = BandTensor(value.expand(x.shape), WHOLE, self.domain, x.stride())
+        y.is_open = True
+        return y
+
+
+_domain: ContextVar[Domain | None] = ContextVar("whose tensors are open", default=None)
+
+
+@contextmanager
+def open_tensors(domain: Domain | None) -> Iterator[None]:
+    """Let tensors be open that a model makes inside of the context; no change without a domain."""
+    if domain is None:
+        yield
+        return
+    token = _domain.set(domain)
+    try:
+        with OpenTensors(domain):
+            yield
+    finally:
+        _domain.reset(token)
+
+
+def open_as_now() -> Callable[[], AbstractContextManager[None]]:
+    """Return what makes the context in which a part of a forward may be computed again."""
+    return partial(open_tensors, _domain.get())
 
 
 # ---------------------------------------------------------------- before a write
@@ -95,6 +176,10 @@ def lay_out(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         band = BANDS_WRITTEN.get(func, at_the_same_place)(args, kwargs)
         band = band and band_of_base(x, band, root)
     is_new, local = is_one_number(root.local), root.local
+    spectrum = None
+    if band is not None and x is not root and root.is_zero and root.dtype.is_complex:
+        spectrum = band_of_spectrum(x, args[1], root)
+        band = spectrum or band
     if root.is_open and band is not None and band != root.rows:
         if is_new:
             local = open_part(local.as_strided([], []), root.shape, band, root.domain).local
@@ -105,10 +190,39 @@ def lay_out(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         return
     if root.is_open:
         hold(root, local)
+        root.is_zero = False
+        if spectrum is not None:
+            note_zeros(root, spectrum, x.shape[spectrum.dim], write_count(root) + 1)
     for y in chain:
         y.is_open = root.is_open and root.rows is WHOLE
     for y in reversed(chain[:-1]):
         compute_again(y)
+
+
+def band_of_spectrum(x: BandTensor, values: Any, base: BandTensor) -> Band | None:
+    """Return bands of zeros to whose first entries the others of a spectrum are written.
+
+    No entry moves, though one rank gets all of the zeros: the transform that reads them sends none.
+    None if it is another view that is written to.
+    """
+    if not is_band(values) or values.rows.outer > 1 or values.ndim != base.ndim:
+        return None
+    rows: Band = values.rows
+    dim, count = rows.dim, rows.height
+    shape = list(base.shape)
+    shape[dim] = count
+    is_first = x.storage_offset() == base.storage_offset() and x.stride() == base.stride()
+    if not is_first or tuple(shape) != x.shape or x.shape != values.shape:
+        return None
+    return rows._replace(bounds=(*rows.bounds[:-1], base.shape[dim]))
+
+
+def note_zeros(x: BandTensor, rows: Band, count: int, version: int) -> None:
+    """Note that all rows are zero but for the first ones."""
+    bounds = (*rows.bounds[:-1], count)
+    first = rows._replace(bounds=bounds)
+    x.others = OtherLayouts(version)
+    x.others.parts[first] = x.local.narrow(rows.dim, 0, first.sizes(x.domain.rank))
 
 
 def keep_whole(x: BandTensor) -> None:

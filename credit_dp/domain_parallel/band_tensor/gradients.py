@@ -16,7 +16,14 @@ import torch
 from torch import Tensor
 
 # Their rules are extended.
-from credit_dp.domain_parallel.band_tensor import fetched, norms, reductions, views  # noqa: F401
+from credit_dp.domain_parallel.band_tensor import (  # noqa: F401
+    fetched,
+    indexing,
+    joins,
+    norms,
+    reductions,
+    views,
+)
 from credit_dp.domain_parallel.band_tensor.moving import whole
 from credit_dp.domain_parallel.band_tensor.pointwise import (
     UNTAGGED,

@@ -7,6 +7,7 @@ read from bands of another dimension. What is added at indices with rows is a su
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -96,13 +97,30 @@ def is_mask(x: Any) -> bool:
 def known(index: Any, domain: Domain) -> Any:
     """Return an index of which all ranks know the values: these decide what is sent.
 
-    A dry run may not know them: it counts the messages for rows in their order then.
+    A dry run may not know them: it counts the messages for rows in their order then. Of a mask it
+    knows no number of entries either, which torch then says.
     """
     local = agreed(index, domain)
     if not isinstance(local, Tensor) or not has_no_data(local):
         return local
     found = None if domain.recorder is None else domain.recorder.value_of(local)
+    if found is None and is_mask(local):
+        return local
     return torch.arange(local.numel()).view(local.shape) if found is None else found
+
+
+def check_masks(shape: Sequence[int], indices: Indices) -> None:
+    """Raise torch's error where a mask has another shape: it does not broadcast."""
+    dim = 0
+    for index in indices:
+        for d, size in enumerate(index.shape if index is not None and is_mask(index) else ()):
+            if dim + d < len(shape) and shape[dim + d] != size:
+                assert index is not None
+                raise IndexError(
+                    f"The shape of the mask {list(index.shape)} at index {d} does not match the "
+                    f"shape of the indexed tensor {list(shape)} at index {dim + d}"
+                )
+        dim += index.ndim if index is not None and is_mask(index) else 1
 
 
 def without_masks(indices: Indices, domain: Domain) -> Indices:
@@ -236,6 +254,7 @@ def index(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     x, indices = args[0], list(args[1])
     domain = domain_of(args)
     if any(map(is_mask, indices)):
+        check_masks(x.shape, indices)
         indices = without_masks(indices, domain)
         return BandTensor.__torch_dispatch__(func, (), (x, indices))
     for each in (x, *indices):
@@ -352,8 +371,10 @@ def put_at_indices(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     domain = x.domain
     named = [i for i in indices if i is not None]
     if len(named) == 1 and is_mask(named[0]) and values.numel() == 1 and not adds:
+        check_masks(x.shape, indices)
         return fill_masked(x, named[0], len(indices) - 1, values)
     if any(map(is_mask, indices)):
+        check_masks(x.shape, indices)
         indices = without_masks(indices, domain)
     for each in (x, values, *indices):
         if type(each) is BandTensor:

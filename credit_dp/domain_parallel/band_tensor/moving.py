@@ -216,7 +216,7 @@ def known_layouts(x: BandTensor) -> OtherLayouts | None:
     if x.is_inference() or keeps_messages():
         return None
     uncounted = x.domain.uncounted
-    if uncounted and x.local.untyped_storage().data_ptr() in uncounted:
+    if uncounted and x.local.untyped_storage() in uncounted:
         return None
     version = write_count(x)
     if x.others is None or x.others.version != version:
@@ -270,7 +270,7 @@ def return_gradient(x: BandTensor) -> None:
     # Of a view whose base was written torch would compute the node anew, which it can't in here.
     if (is_view(x) and write_count(x) > 0) or x.grad_fn is None:
         return
-    if not isinstance(rows, Band) or rows.outer > 1:  # of folded rows backward takes no slices
+    if not isinstance(rows, Band):
         return
     x.returns = True
 
@@ -360,9 +360,15 @@ def refresh(x: BandTensor) -> None:
         for exchange, grad in unsent:
             finish = start_returning_gradients(grad, exchange, x.domain.transport, x.rows.dim)
             finish(x.local)
-    if x.origin is None or x.is_inference() or x.seen_version == write_count(x):
+    if x.origin is None:
         return
-    compute_again(x)
+    if not (x.is_inference() or x.seen_version == write_count(x)):
+        compute_again(x)
+    if x.is_late:
+        origin = _checked(x.origin)
+        refresh(origin.base)
+        x.local = describe(x).in_order(LOADERS[origin.func](origin))
+        x.is_late = False
 
 
 def compute_again(x: BandTensor) -> None:
@@ -373,8 +379,11 @@ def compute_again(x: BandTensor) -> None:
     if part is not None:
         new = new[part]
     x.local, x.rows, x.seen_version = new.local, new.rows, write_count(x)
-    x.origin, x.is_open = new.origin, new.is_open
+    x.origin, x.is_open, x.is_late = new.origin, new.is_open, new.is_late
 
+
+# What a rank holds of a copy that is late, by the operator that has returned it.
+LOADERS: dict[Any, Callable[[ViewOrigin], Tensor]] = {}
 
 # How operators that return views write these to a part of their base, without all of it: they get
 # the origin of a view, and its values.
@@ -388,6 +397,7 @@ def write_back(x: BandTensor) -> None:
     if origin is None:
         return
     x.seen_version = write_count(x) + 1  # torch counts the write after it
+    x.is_late = False
     if not origin.is_copy:
         write_back(_checked(origin).base)
         return
@@ -444,8 +454,8 @@ def _checked(origin: ViewOrigin) -> ViewOrigin:
     """
     if origin.base.has_changed_shape:
         raise UserError(
-            "A field changed its shape in place, by a function as `transpose_`, while views of it "
-            "are in use. Use the function without the underscore."
+            "A field that is a view, or has views, changed its shape in place, by a function as "
+            "`transpose_`, and is written to. Use the function without the underscore."
         )
     return origin
 

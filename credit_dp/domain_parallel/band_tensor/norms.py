@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from credit_dp.domain_parallel.band_tensor.moving import put, refresh, whole, with_rows
+from credit_dp.domain_parallel.band_tensor.moving import put, rebanded, refresh, whole, with_rows
 from credit_dp.domain_parallel.band_tensor.reductions import bound
 from credit_dp.domain_parallel.band_tensor.rules import run_whole, short_name
+from credit_dp.domain_parallel.band_tensor.strides import describe
 from credit_dp.domain_parallel.band_tensor.tensor import (
     PARTIAL,
     WHOLE,
@@ -61,6 +62,13 @@ def _row_dim(x: Any) -> int | None:
     return x.ndim + x.rows.dim if isinstance(x.rows, Band) else None
 
 
+def _by_rows(x: BandTensor) -> BandTensor:
+    """Return a field whose channels are in bands in bands of rows; a collective."""
+    rows = Band(-2, 1, x.domain.bounds(x.shape[-2]))
+    local = describe(x).in_order(with_rows(x, rows, x.domain, is_read_again=True))
+    return BandTensor(local, rows, x.domain, x.stride())
+
+
 def _share(grad: Tensor | None, like: Tensor | None, shape: Sequence[int], rows: Rows) -> Any:
     """Return a parameter's gradient as a part, in the parameter's shape and type."""
     if grad is None:
@@ -83,7 +91,9 @@ def group_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         results = func(local, whole(weight), whole(bias), len(local), channels, area, groups, eps)
         return _of_samples(results, band)
     if row_dim == 1:
-        return _groups_of_rows(func, args, kwargs)
+        if _bands_of_groups(band, channels // groups) is None:
+            return group_norm(func, (_by_rows(x), *args[1:]), kwargs)
+        return _groups_of_rows(args, func)
     dtype = accumulation_dtype(local)
     weight, bias = (None if p is None else whole(p).to(dtype) for p in (weight, bias))
     reduction = _reduction(x, range(1 - x.ndim, 0), groups)
@@ -136,13 +146,12 @@ def has_empty(band: Band) -> bool:
     return any([a == b for a, b in pairwise(band.bounds)])
 
 
-def _groups_of_rows(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Normalise groups of channels that are rows, if each group is on one rank."""
+def _groups_of_rows(args: tuple[Any, ...], func: Any) -> Any:
+    """Normalise groups of channels that are rows, where each group is on one rank."""
     x, weight, bias, samples, channels, area, groups, eps = args
     each = channels // groups
     bands = _bands_of_groups(x.rows, each)
-    if bands is None:
-        return run_whole(func, args, kwargs)
+    assert bands is not None
     parameters = [p if p is None else with_rows(p, bands[0], x.domain) for p in (weight, bias)]
     count = x.local.shape[1]
     results = func(x.local, *parameters, samples, count, area, count // each, eps)
@@ -156,6 +165,8 @@ def group_norm_backward(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     row_dim = _row_dim(x)
     if row_dim is None:
         return run_whole(func, args, kwargs)
+    if row_dim == 1 and _bands_of_groups(x.rows, channels // groups) is None:
+        return group_norm_backward(func, (grad, _by_rows(x), *args[2:]), kwargs)
     domain, band, local = x.domain, x.rows, x.local
     grad = _in_order_of(local, grad, band, domain)
     if row_dim == 0:
@@ -166,7 +177,7 @@ def group_norm_backward(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
         )
         return _gradients(grad_x, shares, weight, (channels,), band)
     if row_dim == 1:
-        return _gradients_of_groups_of_rows(func, args, kwargs)
+        return _gradients_of_groups_of_rows(args, func)
     mean, rstd = whole(mean), whole(rstd)
     dtype = rstd.dtype
     wide = None if weight is None else whole(weight).to(dtype)
@@ -209,12 +220,11 @@ def _gradients(
     return None if grad_x is None else Part(grad_x, band), *of_parameters
 
 
-def _gradients_of_groups_of_rows(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _gradients_of_groups_of_rows(args: tuple[Any, ...], func: Any) -> Any:
     grad, x, mean, rstd, weight, samples, channels, area, groups, mask = args
     each, domain = channels // groups, x.domain
     bands = _bands_of_groups(x.rows, each)
-    if bands is None:
-        return run_whole(func, args, kwargs)
+    assert bands is not None
     grad = _in_order_of(x.local, grad, x.rows, domain)
     moments = [with_rows(y, bands[1], domain).contiguous() for y in (mean, rstd)]
     scale = None if weight is None else with_rows(weight, bands[0], domain)
@@ -247,8 +257,13 @@ def batch_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     x = given["input"]
     row_dim = _row_dim(x)
     running = [given.get(each) for each in RUNNING]
+    for each in running:
+        if type(each) is BandTensor and each.is_open:
+            BandTensor.keep_whole(each)
     training = given.get("training", "with_update" in name)
-    if row_dim is None or (row_dim == 1 and not _is_local_by_channels(x.rows, name, running)):
+    if row_dim == 1 and not _is_local_by_channels(x.rows, name, running):
+        return batch_norm(func, (), given | {"input": _by_rows(x)})
+    if row_dim is None:
         # torch does not say that it writes to running statistics.
         copies = {
             key: BandTensor(whole(x).clone(), WHOLE, x.domain, x.stride())
@@ -325,12 +340,16 @@ def batch_norm_backward(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     """Return the gradients of a field, weight and bias."""
     given = bound(func, args, kwargs)
     x, weight = given["input"], given["weight"]
+    grad = given["grad_out" if "grad_out" in given else "grad_output"]
     row_dim = _row_dim(x)
-    running = [given.get(each) for each in RUNNING]
-    if row_dim is None or (
-        row_dim == 1 and not _is_local_by_channels(x.rows, short_name(func), running)
-    ):
+    if row_dim is None and type(x) is BandTensor and _row_dim(grad) not in (None, 1):
+        x = given["input"] = rebanded(x, grad.rows)
+        row_dim = _row_dim(x)
+    if row_dim is None:
         return run_whole(func, args, kwargs)
+    running = [given.get(each) for each in RUNNING]
+    if row_dim == 1 and not _is_local_by_channels(x.rows, short_name(func), running):
+        return batch_norm_backward(func, (), given | {"input": _by_rows(x)})
     band, domain = x.rows, x.domain
     # Those of cuDNN and MIOpen are for training alone.
     training = given.get("train", given.get("update", True))
@@ -344,7 +363,7 @@ def batch_norm_backward(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
         count = band.outer * band.sizes(domain.rank) if row_dim == 1 else x.shape[1]
         rows = rows if row_dim == 1 else PARTIAL
         return _gradients(grad_x, shares, weight, (count,), band, rows)
-    grad = with_rows(given["grad_out" if "grad_out" in given else "grad_output"], band, domain)
+    grad = with_rows(grad, band, domain)
     shape = _of_channels(x)
     mean = whole(given["save_mean"]).view(shape)
     rstd = whole(given["save_invstd" if "save_invstd" in given else "save_var"]).view(shape)

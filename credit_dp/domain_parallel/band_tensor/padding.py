@@ -31,6 +31,7 @@ from credit_dp.domain_parallel.band_tensor.tensor import (
     WHOLE,
     Band,
     Domain,
+    OtherLayouts,
     Part,
     domain_of,
     rule_for,
@@ -116,6 +117,10 @@ def pad_with_value(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         return Part(func(whole(x), widths, *value), WHOLE)
     if not isinstance(rows, Band):
         return Part(func(x.local, widths, *value), rows)
+    if x.dtype.is_complex and not any(value):
+        spectrum = pad_spectrum(x.local, rows, widths, x.domain)
+        if spectrum is not None:
+            return spectrum
     padding = padding_of(rows, widths, "constant", x.domain)
     if padding is None:
         return run_whole(func, args, kwargs)
@@ -123,6 +128,27 @@ def pad_with_value(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     if local is x.local or any(padding.widths):
         local = func(local, padding.widths, *value)
     return Part(local, padding.out)
+
+
+def pad_spectrum(x: Tensor, rows: Band, widths: Sequence[int], domain: Domain) -> Part | None:
+    """Pad complex numbers with zeros after the last one, for a transform.
+
+    No entry moves, though one rank gets all of the zeros: the transform sends none. None if they
+    are padded in another way.
+    """
+    position = 2 * (-rows.dim - 1)
+    south = widths[position + 1] if len(widths) > position + 1 else 0
+    if rows.outer > 1 or south <= 0 or any(w for i, w in enumerate(widths) if i != position + 1):
+        return None
+    own = rows.sizes(domain.rank)
+    out = rows._replace(bounds=(*rows.bounds[:-1], rows.height + south))
+    sizes = list(x.shape)
+    sizes[rows.dim] = out.sizes(domain.rank)
+    local = x.new_zeros(sizes)
+    local.narrow(rows.dim, 0, own).copy_(x)
+    others = OtherLayouts(0)
+    others.parts[rows] = local.narrow(rows.dim, 0, own)
+    return Part(local, out, others=others)
 
 
 MODES = {"reflection": "reflect", "replication": "replicate"}

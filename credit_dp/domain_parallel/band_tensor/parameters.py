@@ -7,7 +7,8 @@ place of their parameters, with the same memory, whose gradients turn into share
 
 What gets at a parameter past its module, as a scripted layer or a function that is computed again
 in the backward pass, has gradients of the globe up to the parameter, where a hook of its gradient
-turns them into shares.
+turns them into shares. Autograd has then added shares of what is outside of the model to them, if
+there are any: that is refused.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from credit_dp.domain_parallel.band_tensor.tensor import (
     BandTensor,
     Domain,
 )
+from credit_dp.errors import UserError
 from credit_dp.torch_private import (
     DISABLED_TORCH_FUNCTION,
     FakeTensor,
@@ -104,9 +106,19 @@ def share_of_gradient(grad: Tensor, domain: Domain) -> Tensor:
 
 
 def take_share(grad: Tensor) -> Tensor | None:
-    """Let a parameter get a share, as a hook of its gradient; others are plain already."""
+    """Let a parameter get a share, as a hook of its gradient; others are plain already.
+
+    Raises:
+        UserError: shares and gradients of the globe have been added.
+    """
     if type(grad) is ShareTensor:
         return grad.local
+    if type(grad) is BandTensor and grad.has_plain:
+        raise UserError(
+            f"a parameter of shape {tuple(grad.shape)}: the model uses it past the module that has "
+            "it, as a scripted layer or another name does, and so does the loss. Compute this term "
+            "of the loss in the model's forward, or let the model use the module's attribute."
+        )
     return share_of_gradient(grad, grad.domain) if type(grad) is BandTensor else None
 
 
@@ -219,6 +231,8 @@ class EnteredTensors:
         """
         parameters: Any = parameters_of(module)
         buffers = buffers_of(module)
+        if not parameters and not buffers:
+            return
         if not isinstance(parameters, dict):  # those of a script are not
             return
         found = [
@@ -227,9 +241,12 @@ class EnteredTensors:
             if x is not None and id(x) not in self._inside and _is_local(x)
         ]
         if found:
-            self._enter_parameters({id(x): x for _, x in found if id(x) not in self._entered})
-            for name, parameter in found:
-                self._replace(parameters, name, parameter, self._entered[id(parameter)])
+            # Another model that runs may have the module, too: the parameter itself, not what that
+            # one has in place of it.
+            own: list[Any] = [getattr(x, "original", x) for _, x in found]
+            self._enter_parameters({id(x): x for x in own if id(x) not in self._entered})
+            for (name, shown), parameter in zip(found, own, strict=True):
+                self._replace(parameters, name, shown, self._entered[id(parameter)])
             if isinstance(module, nn.RNNBase):
                 self._flat_weights.append(replace_flat_weights(module, self._entered))
         for name, buffer in buffers.items():
@@ -245,6 +262,7 @@ class EnteredTensors:
             entered.update(zip(learning, every, strict=True))
         for key, x in entered.items():
             show_as_parameter(x)
+            x.original = parameters[key]  # type: ignore[attr-defined]
             self._entered[key] = x
             self._inside.add(id(x))
 

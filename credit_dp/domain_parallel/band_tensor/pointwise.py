@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
+from math import gcd, prod
 from typing import Any
 
 import torch
@@ -30,6 +32,7 @@ from credit_dp.domain_parallel.band_tensor.tensor import (
     rule_for,
     tensors_in,
 )
+from credit_dp.domain_parallel.bands.indices import is_balanced
 from credit_dp.domain_parallel.transport import keeps_messages
 from credit_dp.torch_private import backward_pass
 
@@ -87,7 +90,7 @@ def rows_of_all(args: tuple[Any, ...]) -> Rows | None:
                 refresh(x)
             if rows is None:
                 rows = x.rows
-            elif x.rows is not rows:
+            elif x.rows is not rows and x.rows != rows:
                 return None
         elif isinstance(x, list | tuple):
             return None
@@ -102,7 +105,7 @@ def rows_of_all(args: tuple[Any, ...]) -> Rows | None:
 
 
 def _local(x: Any, rows: Rows, domain: Domain, is_read_again: bool = False) -> Any:
-    if type(x) is BandTensor and x.rows is rows:
+    if type(x) is BandTensor and (x.rows is rows or x.rows == rows):
         return x.local
     if isinstance(x, Tensor):
         if rows is PARTIAL:
@@ -154,14 +157,31 @@ def _is_partial(func: Any, tensors: list[Tensor]) -> bool:
         return all(partial) or any(map(is_unsummed, tensors))
     if func in PRODUCTS:  # with what every rank has: no sum is divided by another or by rows
         has_bands = any(type(x) is BandTensor and type(x.rows) is Band for x in tensors)
-        return sum(partial) == 1 and not has_bands and (partial[0] or func is aten.mul.Tensor)
+        is_product = partial[0] or func is aten.mul.Tensor
+        return sum(partial) == 1 and not has_bands and is_product and not _grows(tensors, partial)
     return False
 
 
+def _grows(tensors: list[Tensor], partial: list[bool]) -> bool:
+    """Return whether the parts of a product take more to sum up than those of its factor.
+
+    A gradient may never be summed up, see `is_unsummed`.
+    """
+    (x,) = [x for x, is_part in zip(tensors, partial, strict=True) if is_part]
+    if is_unsummed(x):
+        return False
+    shape = torch.broadcast_shapes(*[y.shape for y in tensors])  # type: ignore[no-untyped-call]
+    return bool(prod(shape) > x.numel())
+
+
 def common_rows(tensors: list[Tensor]) -> Rows:
-    """Return in which bands tensors are combined that broadcast with each other."""
-    found: Band | None = None
-    size, is_usual = -1, False
+    """Return in which bands tensors are combined that broadcast with each other.
+
+    Those of the largest one, which would cost most to move. Of equal ones those in the dimension in
+    which the first has its rows, to which a residual adds, and that end at windows: the others move
+    once, instead of back and forth around each attention.
+    """
+    found: list[BandTensor] = []
     for x in tensors:
         if type(x) is not BandTensor or not isinstance(x.rows, Band):
             continue
@@ -170,19 +190,41 @@ def common_rows(tensors: list[Tensor]) -> Rows:
             y.ndim >= -x.rows.dim and y.shape[x.rows.dim] > 1 for y in tensors
         ):
             continue
-        # That of the largest one, which would cost most to move; of equal ones the first that has
-        # the bands that layers return, if any has.
-        if x.numel() > size or (
-            x.numel() == size and x.rows is not found and has_usual_bands(x) > is_usual
-        ):
-            found, size, is_usual = x.rows, x.numel(), has_usual_bands(x)
-    return WHOLE if found is None else found
+        if found and x.numel() > found[0].numel():
+            found.clear()
+        if not found or x.numel() == found[0].numel():
+            found.append(x)
+    if not found:
+        return WHOLE
+    first = found[0].rows
+    if all(x.rows == first for x in found[1:]):
+        return first
+    assert isinstance(first, Band)
+    is_backward = backward_pass() >= 0
+
+    def order(x: BandTensor) -> tuple[bool | int, ...]:
+        assert isinstance(x.rows, Band)
+        preference, is_usual = _preference(x.rows, first.dim), has_usual_bands(x)
+        # Gradients come back to the bands of what windows are made of.
+        return (is_usual, *preference) if is_backward else (*preference, is_usual)
+
+    return max(found, key=order).rows
+
+
+@lru_cache(4096)
+def _preference(rows: Band, dim: int) -> tuple[bool, bool, int]:
+    """Return whether bands are balanced, in a dimension, and of which number they are multiples."""
+    return is_balanced(rows.bounds), rows.dim == dim, gcd(*rows.bounds[:-1])
 
 
 def has_usual_bands(x: BandTensor) -> bool:
     """Return whether a field has the bands of its height."""
     assert isinstance(x.rows, Band)
     return x.rows.bounds == x.domain.bounds(x.rows.height)
+
+
+# What is written to needs no values before.
+OVERWRITES = {aten.copy_.default, aten.zero_.default, aten.fill_.Scalar, aten.fill_.Tensor}
 
 
 def pointwise_in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -192,7 +234,11 @@ def pointwise_in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
     x = kwargs["out"] if "out" in kwargs else args[0]
     if type(x) is not BandTensor or "out" in kwargs:
         return run_whole(func, args, kwargs)
-    refresh(x)
+    if not (x.is_late and func in OVERWRITES):
+        refresh(x)
+    for each in tensors_in((args[1:], kwargs)):
+        if type(each) is BandTensor:
+            refresh(each)
     if _remain_parts(func, x, args[1:], kwargs):
         x.others = None
         func(x.local, *map(whole, args[1:]), **kwargs)

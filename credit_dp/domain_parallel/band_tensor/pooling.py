@@ -329,9 +329,13 @@ def max_unpool(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     x, indices = given["self"], given["indices"]
     count = 3 if func is torch.ops.aten.max_unpool3d.default else 2
     band = next((each.rows for each in (x, indices) if is_band(each)), None)
-    if band is None or band.dim >= -count:
-        return run_whole(func, args, kwargs)
     domain = x.domain if type(x) is BandTensor else indices.domain
+    if band is not None and band.dim >= -count:  # all rows of some channels or samples
+        size, dim = max((n, -d) for d, n in enumerate(x.shape[:-count]))
+        moved = Band(-dim - x.ndim, 1, RowPartition.balanced(size, domain.ranks).bounds)
+        band = moved if size >= domain.ranks else None
+    if band is None:
+        return run_whole(func, args, kwargs)
     values, places = (with_rows(each, band, domain) for each in (x, indices))
     if values.numel() == 0:
         return Part(values.new_empty(_resized(values, band.dim, given["output_size"])), band)

@@ -46,6 +46,8 @@ aten = torch.ops.aten
 Shape = tuple[int, ...]
 # Parts of a dimension to which bands move have at most so many times the mean number of entries.
 LARGEST_BAND = 1.5
+# The sum of so many numbers of all ranks takes little longer than that of one.
+FEW_NUMBERS = 2**14
 
 
 # ---------------------------------------------------------------- which dimension is cut
@@ -238,14 +240,22 @@ def contract(
     rows = tuple([x.rows if is_band(x) else None for x in operands])
     partial = [i for i, x in enumerate(operands) if has_unknown_sum(x)]
     if all(band is None for band in rows):
+        if is_linear and len(partial) > 1 and backward_pass() >= 0:  # one of them may stay in parts
+            partial.sort(key=lambda i: operands[i].numel())
+            for i in partial[:-1]:
+                whole(operands[i])
+            partial = partial[-1:]
         if is_linear and len(partial) == 1 and labels[partial[0]] != out:
             (i,) = partial
             # Of fields alone: with what a model has computed it is a weight's gradient.
             is_gradient = is_unsummed(operands[i]) and all(type(x) is BandTensor for x in operands)
             sizes = {name: n for x, ns in zip(operands, labels, strict=True)
                      for name, n in zip(ns, x.shape, strict=True)}  # fmt: skip
-            # To sum up the smaller one of operand and result.
-            if is_gradient or prod(sizes[name] for name in out) <= operands[i].numel():
+            # To sum up the smaller one of operand and result, or what nothing may have to sum up:
+            # gradients of layers of parameters alone.
+            least = FEW_NUMBERS if is_unsummed(operands[i]) and len(out) <= 2 else 0
+            size = prod(sizes[name] for name in out)
+            if is_gradient or size <= max(operands[i].numel(), least):
                 parts = [x.local if j == i else whole(x) for j, x in enumerate(operands)]
                 return Contraction(parts, PARTIAL)
         return Contraction([whole(x) for x in operands], WHOLE)
@@ -255,7 +265,8 @@ def contract(
     shapes = tuple([tuple(x.shape) for x in operands])
     first = next(i for i, band in enumerate(rows) if band is not None)
     rows = _known_to_match(operands, labels, rows)
-    parts_of = tuple([domain.sizes_before.get(n, (n,)) for n in shapes[first]])
+    numel = operands[first].numel()
+    parts_of = tuple([domain.sizes_before.get((n, numel), (n,)) for n in shapes[first]])
     is_gradient = backward_pass() >= 0 and not keeps_messages()
     cut = best_cut(labels, out, shapes, rows, domain.ranks, parts_of, uncut, is_gradient)
     if cut is None or (cut.label not in out and not is_linear):

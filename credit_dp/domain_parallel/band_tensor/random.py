@@ -38,7 +38,13 @@ from credit_dp.domain_parallel.band_tensor.values import has_no_data, of_first_r
 from credit_dp.domain_parallel.transport import message_device
 from credit_dp.errors import UserError
 from credit_dp.random_streams import python_random_state, set_python_random_state
-from credit_dp.torch_private import is_fake_mode_active, schema_of, tree_leaves, tree_map
+from credit_dp.torch_private import (
+    all_modules,
+    is_fake_mode_active,
+    schema_of,
+    tree_leaves,
+    tree_map,
+)
 
 CPU = torch.device("cpu")
 # Two ranks start from numbers that are this far apart: an odd number near 2**64 / 1.618.
@@ -125,7 +131,7 @@ class _States:
         self.devices = [CPU, *sorted(others, key=str)]
         self.generators = [
             value
-            for module in model.modules()
+            for module in all_modules(model)
             for value in vars(module).values()
             if type(value) is torch.Generator
         ]

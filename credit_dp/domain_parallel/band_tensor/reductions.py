@@ -36,6 +36,7 @@ from credit_dp.domain_parallel.bands.reductions import (
     softmax_backward,
     softmax_forward,
 )
+from credit_dp.domain_parallel.partition import RowPartition
 from credit_dp.domain_parallel.transport import keeps_messages
 from credit_dp.torch_private import backward_pass, schema_of
 
@@ -381,14 +382,27 @@ def expand(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 # ---------------------------------------------------------------- along one dimension
 
-# All of a dimension is needed at once, so that along rows they run whole.
+
+def with_all_rows(func: Any, x: BandTensor, given: Given, dims: tuple[int, ...]) -> Any:
+    """Compute what needs all rows at once: bands move to another dimension, the largest one."""
+    domain = x.domain
+    others = {key: value for key, value in given.items() if key != "self"}
+    sizes = [(n, -d) for d, n in enumerate(x.shape) if d not in dims and n >= domain.ranks]
+    if not sizes:
+        return run_whole(func, (x,), others)
+    size, dim = max(sizes)
+    band = Band(-dim - x.ndim, 1, RowPartition.balanced(size, domain.ranks).bounds)
+    results = func(with_rows(x, band, domain), **others)
+    first = results if isinstance(results, Tensor) else results[0]
+    rows = rows_after(band, x.ndim, dims, keepdim=first.ndim == x.ndim)
+    assert rows is not None
+    return parts(results, rows)
+
+
 for _name in ("kthvalue.default", "mode.default", "median", "nanmedian"):
-    rule_for(_name)(_reduction_rule(None))
-for _name in (
-    "sort", "topk.default", "cummax.default", "cummin.default", "glu.default",
-    "_safe_softmax.default",
-):  # fmt: skip
-    rule_for(_name)(_reduction_rule(None, keeps_dim=True))
+    rule_for(_name)(_reduction_rule(with_all_rows))
+for _name in ("sort", "topk.default", "cummax.default", "cummin.default", "glu.default"):
+    rule_for(_name)(_reduction_rule(with_all_rows, keeps_dim=True))
 
 
 def scan(func: Any, x: BandTensor, given: Given, dims: tuple[int, ...]) -> Any:
@@ -396,7 +410,7 @@ def scan(func: Any, x: BandTensor, given: Given, dims: tuple[int, ...]) -> Any:
     band, domain, name, (dim,) = x.rows, x.domain, short_name(func), dims
     assert isinstance(band, Band)
     if band.outer > 1 or x.is_complex():
-        return run_whole(func, (x,), {key: y for key, y in given.items() if key != "self"})
+        return with_all_rows(func, x, given, dims)
     local = x.local if given.get("dtype") is None else x.local.to(given["dtype"])
     kind, is_real = local.dtype, local.is_floating_point()
     local = local.to(accumulation_dtype(local)) if is_real else local
@@ -432,6 +446,20 @@ def softmax_over_rows(func: Any, x: BandTensor, given: Given, dims: tuple[int, .
 rule_for("_softmax.default", "_log_softmax.default")(
     _reduction_rule(softmax_over_rows, keeps_dim=True)
 )
+
+
+@rule_for("_safe_softmax.default")
+def safe_softmax(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return a softmax that is zero where all entries are minus infinity."""
+    given = bound(func, args, kwargs)
+    x, dim, dtype = given["self"], given["dim"], given.get("dtype")
+    dispatch = BandTensor.__torch_dispatch__
+    if dtype is not None:
+        x = dispatch(torch.ops.aten._to_copy.default, (), (x,), {"dtype": dtype})
+    is_masked = dispatch(aten.eq.Scalar, (), (x, -torch.inf))
+    has_none = dispatch(aten.all.dim, (), (is_masked, dim, True))
+    result = dispatch(torch.ops.aten._softmax.default, (), (x, dim, False))
+    return dispatch(aten.masked_fill.Scalar, (), (result, has_none, 0.0))
 
 
 @rule_for(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -23,14 +24,19 @@ from credit_dp.domain_parallel.band_tensor.tensor import (
     BandTensor,
     Part,
     Rule,
+    ViewOrigin,
     is_band,
     returns_view,
     rule_for,
     tensors_in,
+    write_count,
+    writes_results,
 )
+from credit_dp.domain_parallel.rules import RULES as OF_USERS
 from credit_dp.errors import UserError
 from credit_dp.torch_private import (
     change_own_shape,
+    has_views,
     is_composite,
     is_view,
     schema_of,
@@ -39,15 +45,20 @@ from credit_dp.torch_private import (
 
 
 def find_rule(func: Any) -> Rule:
-    """Return the rule of an operator that has none of its own."""
+    """Return the rule of an operator that has none of its own: that of a user, or a general one."""
+    if func in OF_USERS:
+        rule: Rule = OF_USERS[func]
+        return rule
     if torch.Tag.inplace_view in func.tags:
         return change_shape_in_place
+    if writes_results(func) and _without_results(func) is not None:
+        return write_results
     is_number = torch.Tag.data_dependent_output in func.tags  # as of `equal`
     if torch.Tag.pointwise in func.tags and not is_number:
         return pointwise_in_place if schema_of(func).is_mutable else pointwise
     if is_composite(func):  # torch has not computed it by others, as gradients are off
         return decompose
-    return run_whole
+    return run_whole if _not_in_place(func) is None else write_in_place
 
 
 BandTensor.find_rule = find_rule
@@ -138,15 +149,76 @@ def _write_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     results = func(*new_args, **new_kwargs)
     for x, y in written:
         if x.shape != y.shape:
-            raise UserError(
-                f"{short_name(func)}: gives a field of {tuple(x.shape)} the shape "
-                f"{tuple(y.shape)} in place. Use the function without the underscore or `out`."
-            )
+            raise _another_shape(func, x, y)
         put(x, y)
     wrappers = {id(y): x for x, y in written}
     if isinstance(results, list | tuple):
         return tuple(wrappers.get(id(y), y) for y in results)
     return wrappers.get(id(results), results)
+
+
+@lru_cache(4096)
+def _without_results(func: Any) -> Any:
+    """Return the operator that returns what one writes to `out`; None if there is none."""
+
+    def given(overload: Any) -> list[tuple[str, str]]:
+        return [(x.name, str(x.type)) for x in schema_of(overload).arguments if not x.is_out]
+
+    wanted = given(func)
+    packet = func.overloadpacket
+    for name in packet.overloads():
+        found = getattr(packet, name)
+        if not schema_of(found).is_mutable and given(found) == wanted:
+            return found
+    return None
+
+
+def write_results(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Compute an operator that writes to `out`, and write its results there."""
+    names = [x.name for x in schema_of(func).arguments if x.is_out]
+    outs = [kwargs[name] for name in names]
+    others = {name: x for name, x in kwargs.items() if name not in names}
+    results = BandTensor.__torch_dispatch__(_without_results(func), (), args, others)
+    for out, result in zip(outs, [results] if len(outs) == 1 else results, strict=True):
+        if out.shape != result.shape:
+            raise _another_shape(func, out, result)
+        if not torch.can_cast(result.dtype, out.dtype):
+            raise RuntimeError(f"result type {result.dtype} can't be cast to {out.dtype}")
+        BandTensor.__torch_dispatch__(torch.ops.aten.copy_.default, (), (out, result))
+    return outs[0] if len(outs) == 1 else tuple(outs)
+
+
+@lru_cache(4096)
+def _not_in_place(func: Any) -> Any:
+    """Return the operator that returns what one writes to its first argument; None if none does."""
+    schema = schema_of(func)
+    packet = getattr(torch.ops.aten, short_name(func).removesuffix("_"), None)
+    if func.namespace != "aten" or not short_name(func).endswith("_") or packet is None:
+        return None
+    arguments = [(x.name, str(x.type)) for x in schema.arguments]
+    for name in packet.overloads():
+        found = getattr(packet, name)
+        others = [(x.name, str(x.type)) for x in schema_of(found).arguments]
+        if others == arguments and not schema_of(found).is_mutable and not returns_view(found):
+            return found
+    return None
+
+
+def write_in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Compute what an operator writes to its first argument, and write it there."""
+    x = args[0]
+    result = BandTensor.__torch_dispatch__(_not_in_place(func), (), args, kwargs)
+    if result.shape != x.shape:
+        raise _another_shape(func, x, result)
+    BandTensor.__torch_dispatch__(torch.ops.aten.copy_.default, (), (x, result))
+    return x
+
+
+def _another_shape(func: Any, x: torch.Tensor, y: torch.Tensor) -> UserError:
+    return UserError(
+        f"{short_name(func)}: gives a field of {tuple(x.shape)} the shape {tuple(y.shape)} in "
+        "place. Use the function without the underscore or `out`."
+    )
 
 
 def change_shape_in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -156,17 +228,26 @@ def change_shape_in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, An
         raise UserError(f"{func}: changes the shape of a tensor that is no field, by a field.")
     if x.is_open:  # its views would be computed from another shape
         BandTensor.keep_whole(x)
+    if x.has_changed_shape and x.origin is not None:  # once more
+        refresh(x)
+        x.origin = None
     view = _view_like(func)
     y = None if view is None else BandTensor.__torch_dispatch__(view, (), args, kwargs)
-    if y is None or y.origin is not None:  # a copy of the tensor that it was: of itself
+    # A copy would be one of itself, and for gradients torch makes views anew: from the new shape.
+    if y is None or y.origin is not None or has_views(x):
         raise UserError(
-            f"{short_name(func)}: changes the shape of a field in place. Use the function without "
-            "the underscore."
+            f"{short_name(func)}: changes the shape in place of a field that is a view, or has "
+            "views. Use the function without the underscore."
         )
     x.local, x.rows, x.has_changed_shape = y.local, y.rows, True
     x.fetched = None
     change_own_shape(func, args, kwargs)
     x.described = None
+    if is_view(x):  # which torch would make anew without the change once its memory was written
+        before = BandTensor(y.local, y.rows, x.domain)
+        before.has_changed_shape = True
+        x.origin = ViewOrigin(before, view, args[1:], kwargs, None, False)
+        x.seen_version = write_count(x) + 1  # torch counts this change after it
     return x
 
 

@@ -13,10 +13,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from credit_dp.domain_parallel.band_tensor.moving import moved, refresh
+from credit_dp.domain_parallel.band_tensor.moving import (
+    known_layouts,
+    moved,
+    refresh,
+    return_gradient,
+)
 from credit_dp.domain_parallel.band_tensor.rules import run_whole
 from credit_dp.domain_parallel.band_tensor.tensor import (
     Band,
+    BandTensor,
     Part,
     rule_for,
 )
@@ -33,19 +39,37 @@ def transform(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return Part(func(x.local, *args[1:], **kwargs), band)  # also of parts: it is linear
     if x.ndim + band.dim not in dims:
         return Part(_transform_local(func, x.local, dims, *args[2:]), band)
-    local, shape = x.local, list(x.shape)
+    local, shape, zeros = x.local, list(x.shape), 0
+    first = without_zeros(x, band)
+    if first is not None:
+        band, local = first
+        zeros = x.rows.height - band.height
     for step in _steps(func, dims, x.ndim + band.dim, tuple(args[2:])):
         if local.ndim + band.dim in step.dims:
             target = _other_dim(shape, step, domain.ranks)
             if target is None:
                 return run_whole(func, args, kwargs)
             wanted = Band(target - x.ndim, 1, domain.bounds(shape[target]))
+            padded = [0] * (-2 * band.dim - 1) + [zeros]
             local, band = moved(local, band, wanted, domain), wanted
+            local = torch.constant_pad_nd(local, padded) if zeros else local
+            zeros = 0
         local = _transform_local(step.func, local, step.dims, *step.rest)
         last = step.dims[-1]
         if last != local.ndim + band.dim:
             shape[last] = local.shape[last]
+    if band.dim != x.rows.dim and first is None:  # else to where there are no zeros
+        return_gradient(x)
     return Part(local, band)
+
+
+def without_zeros(x: BandTensor, rows: Band) -> tuple[Band, Tensor] | None:
+    """Return the rows before those that are zero, if some are known to be: these aren't sent."""
+    known = known_layouts(x)
+    for band, local in known.parts.items() if known is not None else ():
+        if isinstance(band, Band) and band[:2] == rows[:2] and band.height < rows.height:
+            return band, local
+    return None
 
 
 class Step(NamedTuple):

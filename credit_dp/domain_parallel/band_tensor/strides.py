@@ -28,7 +28,7 @@ UNKNOWN = (
     DynamicOutputShapeException,
     UnsupportedOperatorException,
 )
-NUMBERS = (int, float, complex, bool)
+INTEGERS = {int}
 PLAIN = object()  # instead of what a tensor of the globe keeps
 
 
@@ -46,9 +46,9 @@ class Described:
 
     __slots__ = ("device", "dtype", "offset", "order", "shape", "strides")
 
-    def __init__(self, x: Tensor) -> None:
+    def __init__(self, x: Tensor, device: torch.device) -> None:
         self.shape, self.strides, self.offset = tuple(x.shape), x.stride(), int(x.storage_offset())
-        self.dtype, self.device = x.dtype, x.device
+        self.dtype, self.device = x.dtype, device
         self.order = None
         if not x.is_contiguous():
             order = sorted(range(x.ndim), key=lambda d: -self.strides[d])
@@ -89,17 +89,36 @@ def is_dense(x: Tensor, order: Sequence[int]) -> bool:
 _known: dict[Any, Described] = {}
 
 
-def described(x: Tensor) -> Described:
-    """Return the description of a tensor, which others like it share."""
-    key = (x.shape, x.stride(), x.storage_offset(), x.dtype, x.device)
+def described(x: Tensor, device: torch.device | None = None) -> Described:
+    """Return the description of a tensor, which others like it share.
+
+    Args:
+        x: the tensor.
+        device: instead of its own.
+    """
+    device = device or x.device
+    key = (x.shape, x.stride(), x.storage_offset(), x.dtype, device)
     found = _known.get(key)
     if found is None:
-        found = _known.setdefault(key, Described(x))  # threads that are ranks share it, too
+        # Threads that are ranks share it, too.
+        found = _known.setdefault(key, Described(x, device))
     return found
+
+
+@lru_cache(65536)
+def contiguous(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Described:
+    """Return the description of a contiguous tensor."""
+    return described(torch.empty(shape, dtype=dtype, device="meta"), device)
 
 
 def describe(x: Any) -> Any:
     """Return what decides on strides of an argument, as a key: of lists that of each entry."""
+    kind = type(x)
+    if kind is int or kind is float or kind is bool or kind is complex:
+        return kind, x  # 1, 1.0 and True are equal, but not to torch
+    if kind is list or kind is tuple:
+        # As the operator says of which type it takes a list, integers need not be told from others.
+        return tuple(x) if {*map(type, x)} == INTEGERS else tuple([describe(each) for each in x])
     if isinstance(x, Tensor):
         known: Any = getattr(x, "described", PLAIN)
         if known is PLAIN:
@@ -107,9 +126,7 @@ def describe(x: Any) -> Any:
         if known is None:
             known = x.described = described(x)  # type: ignore[attr-defined]
         return known
-    if type(x) in NUMBERS:  # 1, 1.0 and True are equal, but not to torch
-        return type(x), x
-    if isinstance(x, list | tuple):
+    if isinstance(x, (list, tuple)):
         return tuple([describe(each) for each in x])
     return x
 

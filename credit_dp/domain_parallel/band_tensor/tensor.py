@@ -21,14 +21,20 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
+from copy import deepcopy
 from enum import Enum
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol
-from weakref import WeakValueDictionary
+from weakref import WeakSet, WeakValueDictionary
 
 import torch
 from torch import Tensor
 
-from credit_dp.domain_parallel.band_tensor.strides import Described, described, result_strides
+from credit_dp.domain_parallel.band_tensor.strides import (
+    Described,
+    contiguous,
+    described,
+    result_strides,
+)
 from credit_dp.domain_parallel.exchange import RowExchange
 from credit_dp.domain_parallel.manager import DomainParallelManager
 from credit_dp.domain_parallel.transport import Transport
@@ -36,6 +42,7 @@ from credit_dp.errors import UserError
 from credit_dp.torch_private import (
     DISABLED_TORCH_FUNCTION,
     backward_pass,
+    disable_torch_function,
     never_compile,
     new_wrapper,
     schema_of,
@@ -108,12 +115,12 @@ class Domain:
     Attributes:
         whole_calls: how often each operator gathered bands and ran whole.
         recorder: of a run without data.
-        uncounted: addresses of memory that may be written to without torch's count of it.
+        uncounted: memory that may be written to without torch's count of it.
         reduced: the bands of tensors that were reduced over rows, by shape: their gradients have
             that shape, and get these bands.
-        sizes_before: of the size of a dimension of a view the sizes of those that it was last made
-            of, none if they are parts of others: rules cut it where these begin, to be able to
-            undo the view without moving rows.
+        sizes_before: of the size of a dimension of a view, and its number of entries, the sizes of
+            those that it was last made of, none if they are parts of others: rules cut it where
+            these begin, to be able to undo the view without moving rows.
         has_model: whether tensors exist only while a model runs, see `check_model_runs`.
         decision: how the model came to compute on tensors of the globe.
         loss_factor: what training multiplies the loss by, as data parallelism averages over ranks.
@@ -131,9 +138,9 @@ class Domain:
         self.ranks = manager.domain_parallel_size
         self.whole_calls: Counter[str] = Counter()
         self.recorder: CallRecorder | None = None
-        self.uncounted: set[int] = set()
+        self.uncounted: WeakSet[torch.UntypedStorage] = WeakSet()
         self.reduced: dict[tuple[int, ...], Band] = {}
-        self.sizes_before: dict[int, tuple[int, ...]] = {}
+        self.sizes_before: dict[tuple[int, int], tuple[int, ...]] = {}
         self.has_model = False
         self.decision: Any = None
         self.loss_factor = 1
@@ -148,7 +155,10 @@ class Domain:
 
     def __getstate__(self) -> dict[str, Any]:
         # Weak references can't be pickled.
-        return {**self.__dict__, "outputs": None}
+        return {**self.__dict__, "outputs": None, "uncounted": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, uncounted=WeakSet())
 
     def bounds(self, height: int) -> tuple[int, ...]:
         """Return the bands of a height."""
@@ -172,7 +182,11 @@ class Domain:
         return None if backward_pass() < 0 else self.read.get(key)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Domain:
-        return self
+        # Of a copied model, whose ranks may be others: what this one has read is not of theirs.
+        domain = memo[id(self)] = Domain(deepcopy(self.manager, memo))
+        domain.has_model, domain.decision = self.has_model, self.decision
+        domain.loss_factor = self.loss_factor
+        return domain
 
 
 # Gradients of rows that this rank has fetched in exchanges, which others own.
@@ -188,6 +202,7 @@ class Part(NamedTuple):
         kept: what backward needs of this rank's, which it would have to fetch again.
         others: see `BandTensor`.
         is_open: see `BandTensor`; `local` may then repeat one value without memory for each.
+        is_late: see `BandTensor`.
     """
 
     local: Tensor
@@ -197,6 +212,7 @@ class Part(NamedTuple):
     kept: tuple[Tensor, ...] | None = None
     others: OtherLayouts | None = None
     is_open: bool = False
+    is_late: bool = False
 
 
 class FetchedRows:
@@ -221,7 +237,8 @@ class OtherLayouts:
 
     Attributes:
         version: how often the tensor had been written to.
-        parts: what the rank has, by layout.
+        parts: what the rank has, by layout. Bands of fewer rows are those of the first ones: the
+            other rows are zero.
     """
 
     def __init__(self, version: int) -> None:
@@ -247,6 +264,7 @@ class ViewOrigin(NamedTuple):
 
 DATA: Any = Tensor.data
 DETACH = torch.ops.aten.detach.default
+NEW_ZEROS = torch.ops.aten.new_zeros.default
 
 # Whether a model on tensors of the globe runs its forward in this thread.
 is_running: ContextVar[bool] = ContextVar("a model runs", default=False)
@@ -272,6 +290,10 @@ class BandTensor(Tensor):
         is_open: whether all ranks hold a tensor that the model has made to be filled: the first
             band that is written to it, or to a view of it, decides in which bands it is held.
         views: of an open tensor, by `id`; None if there were none.
+        has_plain: of a sum in backward, whether plain tensors were added: see `parameters`.
+        is_late: of a copy that nothing has read yet: `local` has no values, see `refresh`. It may
+            be written to, or torch may only want to know how to differentiate it.
+        is_zero: of an open tensor that nothing was written to, whether all of it is zero.
     """
 
     # Libraries that choose a backend by a type's module, as opt_einsum, compute it with torch.
@@ -290,7 +312,10 @@ class BandTensor(Tensor):
     kept: tuple[Tensor, ...] | None = None
     has_changed_shape: bool = False
     is_open: bool = False
+    is_zero: bool = False
     views: WeakValueDictionary[int, BandTensor] | None = None
+    has_plain: bool = False
+    is_late: bool = False
     # The rule of an operator that has none of its own; set by `rules`, which needs this class.
     find_rule: ClassVar[Callable[[Any], Rule]]
     # The values of the globe that all ranks read; set by `values`.
@@ -351,9 +376,11 @@ class BandTensor(Tensor):
         rule = RULES.get(func)
         if rule is None:
             rule = RULES[func] = cls.find_rule(func)
-        if args and type(args[0]) is BandTensor and args[0].is_open and schema_of(func).is_mutable:
-            cls.lay_out(func, args, kwargs)
-        return wrap(func, args, kwargs, rule(func, args, kwargs))
+        with disable_torch_function():  # what a rule calls are no functions of the model
+            first = args[0] if args else None
+            if type(first) is BandTensor and first.is_open and schema_of(func).is_mutable:
+                cls.lay_out(func, args, kwargs)
+            return wrap(func, args, kwargs, rule(func, args, kwargs))
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"BandTensor({tuple(self.shape)}, {self.rows}, local={tuple(self.local.shape)})"
@@ -362,19 +389,20 @@ class BandTensor(Tensor):
     def data(self) -> Tensor:
         """Return the tensor without its history."""
         data: Tensor = DATA.__get__(self)
-        self.domain.uncounted.add(self.local.untyped_storage().data_ptr())
+        self.domain.uncounted.add(self.local.untyped_storage())
         return data
 
     @data.setter
     def data(self, x: Tensor) -> None:
         # torch would change what the wrapper says, not what it holds.
+        x = x.detach()  # up to date
         if not isinstance(x, BandTensor):
-            x = BandTensor(x.detach(), WHOLE, self.domain, x.stride())
+            x = BandTensor(x, WHOLE, self.domain, x.stride())
         if self.is_open:
             BandTensor.keep_whole(self)
         DATA.__set__(self, x)
         self.local, self.rows, self.origin, self.described = x.local, x.rows, None, None
-        self.fetched, self.unsent, self.others = None, x.unsent, None
+        self.fetched, self.unsent, self.others, self.is_late = None, x.unsent, None, False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> BandTensor:
         if not self.is_leaf:
@@ -384,7 +412,9 @@ class BandTensor(Tensor):
             )
         if id(self) not in memo:
             strides, offset = self.stride(), int(self.storage_offset())
-            copy = BandTensor(self.local.clone(), self.rows, self.domain, strides, offset)
+            now = self.detach()  # up to date
+            assert isinstance(now, BandTensor)
+            copy = BandTensor(now.local.clone(), now.rows, self.domain, strides, offset)
             memo[id(self)] = copy.requires_grad_(self.requires_grad)
         copied: BandTensor = memo[id(self)]
         return copied
@@ -403,7 +433,7 @@ class BandTensor(Tensor):
         values = self.read_values()
         array = values.numpy(force=force)
         if values is self.local:
-            self.domain.uncounted.add(values.untyped_storage().data_ptr())
+            self.domain.uncounted.add(values.untyped_storage())
         else:
             array.setflags(write=False)
         return array
@@ -493,14 +523,19 @@ RULES: dict[Any, Rule] = {}
 
 
 def rule_for(*names: str) -> Callable[[Rule], Rule]:
-    """Register a rule for aten operators, by name: `name.overload`, or `name` for all of them."""
+    """Register a rule for aten operators, by name: `name.overload`, or `name` for all of them.
+
+    Without an overload not for those that write to `out`, which are computed by the others.
+    """
 
     def register(rule: Rule) -> Rule:
         for name in names:
             packet_name, _, overload = name.partition(".")
             packet = getattr(torch.ops.aten, packet_name)
             for each in [overload] if overload else packet.overloads():
-                RULES[getattr(packet, each)] = rule
+                func = getattr(packet, each)
+                if overload or not writes_results(func):
+                    RULES[func] = rule
         return rule
 
     return register
@@ -509,6 +544,11 @@ def rule_for(*names: str) -> Callable[[Rule], Rule]:
 def is_band(x: Any) -> bool:
     """Return whether a value is a tensor whose rows are cut."""
     return type(x) is BandTensor and type(x.rows) is Band
+
+
+def held_of(x: Tensor) -> Tensor:
+    """Return what a rank holds of a tensor."""
+    return x.local if type(x) is BandTensor else x
 
 
 def tensors_in(values: Any) -> Iterator[Tensor]:
@@ -529,19 +569,29 @@ def wrap(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) 
     """Return what a rule returned as tensors of the globe, with the strides of one process."""
     if type(result) is Part:
         likes = result_strides(func, args, kwargs)
-        like = described(result.local) if likes is None else likes[0]
+        like = _described_alone(result) if likes is None else likes[0]
         return _wrapped(func, args, kwargs, result, like, None)
-    if not isinstance(result, list | tuple) or not any(type(x) is Part for x in result):
+    if not isinstance(result, list | tuple) or not any([type(x) is Part for x in result]):
         return result
     likes = result_strides(func, args, kwargs)
-    if likes is None:  # the rule has made whole tensors
-        likes = tuple([described(x.local) if type(x) is Part else None for x in result])
+    if likes is None:
+        likes = tuple([_described_alone(x) if type(x) is Part else None for x in result])
     every = zip(result, likes, strict=True)
     wrapped = [
         _wrapped(func, args, kwargs, part, like, index) if type(part) is Part else part
         for index, (part, like) in enumerate(every)
     ]
     return wrapped if isinstance(result, list) else tuple(wrapped)
+
+
+def _described_alone(part: Part) -> Described:
+    """Return the description of a result whose strides on one process are not known."""
+    local, rows = part.local, part.rows
+    if type(rows) is not Band:
+        return described(local)
+    shape = [*local.shape]
+    shape[rows.dim] = rows.size
+    return contiguous(tuple(shape), local.dtype, local.device)
 
 
 def _wrapped(
@@ -552,7 +602,7 @@ def _wrapped(
     like: Described,
     index: int | None,
 ) -> BandTensor:
-    local, rows, is_copy, unsent, kept, others, is_open = part
+    local, rows, is_copy, unsent, kept, others, is_open, is_late = part
     first = args[0] if args else None
     domain = first.domain if type(first) is BandTensor else domain_of((args, kwargs))
     is_view = returns_view(func)
@@ -560,8 +610,7 @@ def _wrapped(
         local = local if is_view and 0 in like.strides else like.in_order(local)
     if local.dtype is not like.dtype:
         local = local.to(like.dtype)
-    x = BandTensor(local, rows, domain, like.strides, like.offset)
-    x.described = like
+    x = new_tensor(local, rows, domain, like)
     if unsent:
         x.unsent = unsent
     if kept is not None:
@@ -571,13 +620,28 @@ def _wrapped(
     if func is DETACH:  # a checkpoint keeps such a tensor, before the operator has read it
         share_reads(args[0], x)
     if is_open:
-        x.is_open = True
+        x.is_open, x.is_zero = True, func is NEW_ZEROS
+    if is_late:
+        x.is_late = True
     if is_view and (
         is_copy or (type(first) is BandTensor and (first.is_open or first.origin is not None))
     ):
         note_view(x, ViewOrigin(args[0], func, args[1:], kwargs, index, is_copy))
         x.seen_version = write_count(args[0])
         x.is_open = type(first) is BandTensor and first.is_open
+    return x
+
+
+def new_tensor(local: Tensor, rows: Rows, domain: Domain, like: Described) -> BandTensor:
+    """Return a tensor of the globe with a description that is known."""
+    if torch.is_inference_mode_enabled():
+        x = BandTensor(local, rows, domain, like.strides, like.offset)
+    else:
+        x = new_wrapper(
+            BandTensor, like.shape, like.strides, like.offset, dtype=like.dtype, device=like.device
+        )
+        x.local, x.rows, x.domain = local, rows, domain
+    x.described = like
     return x
 
 
@@ -600,6 +664,11 @@ def note_view(x: BandTensor, origin: ViewOrigin) -> None:
         if base.views is None:
             base.views = WeakValueDictionary()
         base.views[id(x)] = x
+
+
+def writes_results(func: Any) -> bool:
+    """Return whether an operator writes its results to arguments, as `out`."""
+    return any(x.is_out for x in schema_of(func).arguments)
 
 
 _returns_view: dict[Any, bool] = {}

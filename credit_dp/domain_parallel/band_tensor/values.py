@@ -28,7 +28,12 @@ from credit_dp.domain_parallel.band_tensor.tensor import (
     tensors_in,
 )
 from credit_dp.domain_parallel.transport import message_device
-from credit_dp.torch_private import FakeTensor, backward_pass, tree_map
+from credit_dp.torch_private import (
+    FakeTensor,
+    backward_pass,
+    disable_torch_function,
+    tree_map,
+)
 
 # Where ranks compute the same bits.
 SAME_BITS = ("cpu", "meta")
@@ -70,7 +75,8 @@ def read_values(x: BandTensor) -> Tensor:
     """Return the values of the globe for Python; a collective."""
     if not is_running.get() and backward_pass() < 0:
         check_model_runs("numpy", (x,), {})
-    values: Tensor = agreed(x, x.domain)
+    with disable_torch_function():
+        values: Tensor = agreed(x, x.domain)
     return values
 
 
@@ -112,6 +118,13 @@ def compare(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         torch.tensor([is_here], dtype=torch.uint8, device=local[0].device)
     )
     return is_here if has_no_data(local[0]) else bool(everyone.all())
+
+
+@rule_for("is_same_size.default")
+def compare_shapes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Return whether two tensors have the same shape, as forward-mode derivatives have to."""
+    x, y = args
+    return bool(x.shape == y.shape)
 
 
 @rule_for("set_", "resize_.default", "resize_as_.default")

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from credit_dp.domain_parallel.band_tensor.moving import (
+    LOADERS,
     WRITERS,
     Writer,
     cut,
@@ -158,12 +159,24 @@ def viewed_band(
 
 
 @lru_cache(65536)
-def sizes_before_view(shape: tuple[int, ...], new: tuple[int, ...]) -> dict[int, tuple[int, ...]]:
+def sizes_before_view(
+    shape: tuple[int, ...], new: tuple[int, ...]
+) -> dict[tuple[int, int], tuple[int, ...]]:
     """Return of the size of each new dimension the sizes of those that it is made of.
 
-    None if it has parts of dimensions: a view can't be undone of bands of these.
+    None if it has parts of dimensions: a view can't be undone of bands of these. Of several
+    dimensions of one size those of which one is made of most.
+
+    Returns:
+        the sizes by size and number of entries of the tensor.
     """
-    found: dict[int, tuple[int, ...]] = {}
+    found: dict[tuple[int, int], tuple[int, ...]] = {}
+    numel = prod(shape)
+
+    def note(size: int, before: tuple[int, ...]) -> None:
+        if len(before) != 1 or len(found.get((size, numel), before)) == 1:
+            found[size, numel] = before
+
     first = start = 0
     # Groups of old and new dimensions that have the same entries.
     while first < len(shape) or start < len(new):
@@ -179,11 +192,10 @@ def sizes_before_view(shape: tuple[int, ...], new: tuple[int, ...]) -> dict[int,
         before = tuple(n for n in shape[first:stop] if n > 1)
         after = [n for n in new[start:end] if n > 1]
         if len(after) == 1:
-            found[after[0]] = before
-        elif len(before) == 1:
-            found |= {n: (n,) for n in after}
+            note(after[0], before)
         else:
-            found |= dict.fromkeys(after, ())
+            for n in after:
+                note(n, (n,) if len(before) == 1 else ())
         first, start = stop, end
     return found
 
@@ -207,6 +219,10 @@ def view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         domain.recorder.add_windows(rows.height, unit)
     sizes[band.dim] = band.outer * band.sizes(domain.rank)
     if rows == x.rows:
+        # Of every second row, say, a rank may have fewer than those of its memory.
+        has_gaps = x.stride(rows.dim) != prod(shape[len(shape) + rows.dim + 1 :])
+        if has_gaps and band.outer > rows.outer:
+            return Part(x.local.reshape(sizes).clone(), band, is_copy=True)
         return Part(x.local.view(sizes), band)
     return Part(with_rows(x, rows, domain).reshape(sizes), band, is_copy=True)
 
@@ -242,12 +258,12 @@ def band_to_view(
     choices: dict[Band, tuple[bool, int]] = {}
     for dim, size in enumerate(shape):
         other = Band(dim - len(shape), 1, RowPartition.balanced(size, ranks).bounds)
-        in_view = viewed_band(shape, other, new)
-        if other.dim == band.dim or in_view is None or -(-size // in_view[1]) < ranks:
+        on_globe = viewed_band(shape, other, new)
+        if other.dim == band.dim or on_globe is None or -(-size // on_globe[1]) < ranks:
             continue
-        windows = size // in_view[1]
+        windows = size // on_globe[1]
         are_alike = -(-windows // ranks) * ranks <= LARGEST_IMBALANCE * windows
-        choices[in_units(other, in_view[1])] = (in_view[1] > 1 and are_alike, size)
+        choices[in_units(other, on_globe[1])] = (on_globe[1] > 1 and are_alike, size)
     if choices:
         return max(choices, key=choices.__getitem__)
     return None if found is None else in_units(band, found[1])
@@ -420,6 +436,8 @@ def slice_backward(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     refresh(grad)
     domain, rows, size = grad.domain, grad.rows, shape[dim]
     is_select = func is aten.select_backward.default
+    if not is_select and grad.shape[dim] == size:  # of all entries
+        return Part(grad.local.clone(), rows)
     wanted = range(size)[slice(*args[3:])]
     if is_select:
         wanted = range(args[3] % size, args[3] % size + 1)
@@ -490,7 +508,21 @@ def select(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return Part(x.local.select(dim, index), at(x.rows, left, x.ndim - 1))
     if not -x.shape[dim] <= index < x.shape[dim]:
         return run_whole(func, args, kwargs)  # torch says what is wrong
-    return Part(take_row(x, index % x.shape[dim]).select(dim, 0), WHOLE, is_copy=True)
+    sizes = [n for d, n in enumerate(x.shape) if d != dim]
+    return Part(x.local.new_empty(sizes), WHOLE, is_copy=True, is_late=True)
+
+
+def load_row(origin: ViewOrigin) -> Tensor:
+    """Return a row that was selected, on all ranks; a collective."""
+    base, (dim, index) = origin.base, origin.args
+    dim %= base.ndim
+    if not is_band(base):  # any more
+        everywhere: Tensor = whole(base)
+        return everywhere.select(dim, index)
+    return take_row(base, index % base.shape[dim]).select(dim, 0)
+
+
+LOADERS[aten.select.int] = load_row
 
 
 def take_row(x: BandTensor, row: int) -> Tensor:

@@ -18,7 +18,7 @@ from torch import Tensor
 from credit_dp.domain_parallel.partition import RowPartition
 from credit_dp.domain_parallel.transport import Transport
 
-# Dimension, entries before the sharded ones in it, and bands, as in a layout of the view.
+# Dimension, entries before the sharded ones in it, and bands, as a tensor of the globe is held.
 Bands = tuple[int, int, RowPartition]
 
 

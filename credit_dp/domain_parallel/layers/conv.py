@@ -20,8 +20,6 @@ from torch import Tensor, nn
 from credit_dp.domain_parallel.bands.convolutions import ConvSettings, Halo
 from credit_dp.domain_parallel.bands.rows import Windows
 from credit_dp.domain_parallel.exchange import RowExchange, RowRange, register_for_graphs
-from credit_dp.domain_parallel.halo_exchange import fetch_rows
-from credit_dp.domain_parallel.known_rows import KnownRows
 from credit_dp.domain_parallel.layers import base
 from credit_dp.domain_parallel.layers.base import (
     Bands,
@@ -159,20 +157,18 @@ class _RowConv(ConvLayer):
         """Return rows under the kernel, with zeros where a wide dilation leaves gaps."""
         return self._windows.rows_between(start, stop, out, height, self.pole_mode)
 
-    def compute(self, x: Tensor, bands: Bands, known: KnownRows | None = None) -> Tensor:
-        """Return this rank's output rows; `known` has rows that other convolutions have fetched."""
-        if torch.compiler.is_dynamo_compiling():  # nothing of the global view, so no known rows
+    def compute(self, x: Tensor, bands: Bands) -> Tensor:
+        """Return this rank's output rows."""
+        if torch.compiler.is_dynamo_compiling():
             return self._compute_compiled(x, bands)
-        if self.pole_mode != "zeros" or any(self.column_padding.padding_widths):
-            known = None
         if self._is_small(x, bands.input) or not self._can_overlap(bands):
             # fetch first, then convolve
-            return self.convolve(self.column_padding.pad(self._fetch(x, bands, known)))
+            return self.convolve(self.column_padding.pad(self.fetch(x, bands)))
         dim = self.row_dim
         halo = Halo(self._halo_of(bands.input), self.manager.transport, self.column_padding, dim)
         padded = self.column_padding.pad(x)
         settings = self._overlap_settings()
-        return convolve_band(padded, self.weight, self.bias, settings, halo, known)
+        return convolve_band(padded, self.weight, self.bias, settings, halo)
 
     def _is_small(self, x: Tensor, bands: RowPartition) -> bool:
         """Return whether to fetch rows first, with the same answer on all ranks."""
@@ -181,20 +177,6 @@ class _RowConv(ConvLayer):
         copies_anyway = base.computes_on_cpu(x) and any(self.column_padding.padding_widths)
         limit = base.SMALL_BAND_ENTRIES * (16 if copies_anyway else 1)
         return entries_of_largest_band(x, self.row_dim, bands) <= limit
-
-    def _fetch(self, x: Tensor, bands: Bands, known: KnownRows | None) -> Tensor:
-        """Return the rows under the kernel, of which some may be known."""
-        exchange = self.exchange(bands)
-        if known is None or exchange.is_identity:
-            return self.fetch(x, bands)
-        transport = self.manager.transport
-        if not known:
-            rows = fetch_rows(x, exchange, transport, self.row_dim)
-            known.add(exchange, rows)
-            return rows
-        found = known.find(exchange, x, transport, self.row_dim)
-        found.wait()
-        return found.assembly.join((x, *found.rows), x, self.row_dim)
 
     def _compute_compiled(self, x: Tensor, bands: Bands) -> Tensor:
         """Return this rank's output rows, in terms that torch's compiler can follow."""

@@ -28,7 +28,6 @@ from credit_dp.domain_parallel.halo_exchange import (
     gradients_with_graph,
     memory_format_of,
 )
-from credit_dp.domain_parallel.known_rows import FoundRows, KnownRows, do_nothing
 from credit_dp.domain_parallel.layers.pad import ColumnPadding
 from credit_dp.domain_parallel.transport import keep_order, keeps_messages, transport_named
 
@@ -42,7 +41,6 @@ def convolve_band(
     bias: Tensor | None,
     settings: ConvSettings,
     halo: Halo,
-    known: KnownRows | None = None,
 ) -> Tensor:
     """Return the convolution of this rank's rows of a globe; a collective.
 
@@ -53,17 +51,12 @@ def convolve_band(
         bias: one value per channel, or None.
         settings: they pad rows so that the output has as many as the input.
         halo: as many rows on either side as `settings` pads.
-        known: rows of the halo that were fetched before; the rows fetched now are added.
 
     Shapes:
         `(B, C_in, ..., H_local, W)` -> `(B, C_out, ..., H_local, W_out)`; without `B` too.
     """
     x, weight, bias = batched_operands(padded, weight, bias)
-    if known is None:
-        y = _BandConv.apply(x, weight, bias, settings, halo, None)  # type: ignore[no-untyped-call]
-    else:
-        found = known.find(halo.exchange, x, halo.transport, halo.dim)
-        y = _BandConv.apply(x, weight, bias, settings, halo, found, *found.rows)  # type: ignore[no-untyped-call]
+    y = _BandConv.apply(x, weight, bias, settings, halo)  # type: ignore[no-untyped-call]
     return y[0] if padded.ndim < x.ndim else y  # type: ignore[no-any-return]
 
 
@@ -84,8 +77,7 @@ def batched_operands(
 class _BandConv(torch.autograd.Function):
     """Convolution of a band that is padded with zeros, plus the contribution of its halo.
 
-    The rows of the halo are fetched, or put together from known rows (`found`). Saves the
-    same number of tensors on every rank: activation checkpointing compares the numbers.
+    Saves the same number of tensors on every rank: activation checkpointing compares the numbers.
     """
 
     @staticmethod
@@ -96,59 +88,31 @@ class _BandConv(torch.autograd.Function):
         bias: Tensor | None,
         settings: ConvSettings,
         halo: Halo,
-        found: FoundRows | None,
-        *known: Tensor,
     ) -> Tensor:
-        if found is None:
-            finish = halo.fetch(padded)
-        else:
-
-            def finish() -> Tensor:
-                found.wait()
-                return found.assembly.join((padded, *known), padded, halo.dim)
-
+        finish = halo.fetch(padded)
         y, rows = convolve_with_halo(padded, weight, bias, settings, halo, finish)
-        if found is None:
-            known = (rows,)
         # What a checkpointed module receives is kept anyway.
-        is_fetched = found is None or found.is_first
-        ctx.keeps_rows = not (is_fetched and halo.is_wide) or keeps_messages()
-        ctx.save_for_backward(padded, weight, *(known if ctx.keeps_rows else ()))
+        keeps_rows = not halo.is_wide or keeps_messages()
+        ctx.save_for_backward(padded, weight, *((rows,) if keeps_rows else ()))
         ctx.settings = settings
         ctx.halo = halo
-        ctx.lengths = [] if found is None else [x.shape[halo.dim] for x in found.rows]
-        # Without its tensors, which are saved or not needed.
-        ctx.found = None if found is None else found._replace(rows=[], wait=do_nothing)
         return y
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         padded, weight, *kept = ctx.saved_tensors
-        settings, halo, found = ctx.settings, ctx.halo, ctx.found
+        settings, halo = ctx.settings, ctx.halo
         if gradients_need_graph():
             with_graph = _gradients_with_graph(
                 grad, padded, weight, settings, halo, ctx.needs_input_grad[:3]
             )
-            # Those of known rows are part of the gradient of the band.
-            return *with_graph, *(None,) * (3 + len(ctx.lengths))
-        if found is None or not ctx.keeps_rows:
-            rows = kept[0] if kept else None
-        else:
-            rows = found.assembly.join((padded, *kept), padded, halo.dim)
+            return *with_graph, None, None
+        rows = kept[0] if kept else None
         needs_grad = tuple(ctx.needs_input_grad[:3])
-        grads_of_known: list[Tensor | None] = [None] * len(ctx.lengths)
-
-        def return_gradients(halo_grad: Tensor) -> Callable[[Tensor], None]:
-            if found is None or found.has_one_reader:
-                return halo.return_gradients(halo_grad)  # type: ignore[no-any-return]
-            # The exchange that has fetched the rows returns the gradients of all readers.
-            grads_of_known[:] = found.assembly.gradients(halo_grad, ctx.lengths, halo.dim)
-            return lambda _: None
-
         grads = band_gradients(
-            grad, padded, weight, rows, needs_grad, settings, halo, return_gradients
+            grad, padded, weight, rows, needs_grad, settings, halo, halo.return_gradients
         )
-        return *grads, *(None,) * 3, *grads_of_known
+        return *grads, None, None
 
 
 def _gradients_with_graph(

@@ -24,7 +24,6 @@ from credit_dp.channel_parallel import (
 )
 from credit_dp.domain_parallel.count_transport import received_row_counts
 from credit_dp.domain_parallel.exchange import named_in_graphs, register_for_graphs
-from credit_dp.domain_parallel.known_rows import KnownRows
 from credit_dp.domain_parallel.layers.base import Bands
 from credit_dp.domain_parallel.layers.conv import _PaddedConv
 from credit_dp.domain_parallel.layers.pad import ColumnPadding
@@ -117,10 +116,10 @@ class DepthwiseLayer(_PaddedConv):
         }
         return f"{super().title} ({' and '.join(sorted(methods)) or 'halo'})"
 
-    def compute(self, x: Tensor, bands: Bands, known: KnownRows | None = None) -> Tensor:
+    def compute(self, x: Tensor, bands: Bands) -> Tensor:
         """Return this rank's output rows."""
         if not self.transposes(bands.input.height):
-            return super().compute(x, bands, known)
+            return super().compute(x, bands)
         if torch.compiler.is_dynamo_compiling():
             return self._compute_by_compiled_channels(x, bands)
         return self._compute_by_channels(x, bands)

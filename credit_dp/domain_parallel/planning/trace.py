@@ -15,11 +15,12 @@ import os
 import sys
 import threading
 import traceback
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import cache, cached_property, lru_cache
+from functools import cache, cached_property, lru_cache, partial
 from inspect import unwrap
 from itertools import count
 from types import FrameType
@@ -41,6 +42,7 @@ from credit_dp.torch_private import (
     FakeTensor,
     FakeTensorMode,
     OpOverload,
+    at_end_of_backward,
     buffers_of,
     disable_current_modes,
     is_compiler_imported,
@@ -51,6 +53,7 @@ from credit_dp.torch_private import (
     tree_map_only,
     version_of,
 )
+from credit_dp.torch_private import run_uncompiled as disable_compiler
 
 # Stack frames of torch and of `credit_dp.domain_parallel` are not user code.
 LIBRARY_FOLDERS = (
@@ -127,6 +130,12 @@ ALLOCATIONS = {
     torch.ops.aten.new_empty,
     torch.ops.aten.new_empty_strided,
 }
+# Reads of one number, which has been computed.
+NUMBERS = {
+    torch.ops.aten.item,
+    torch.ops.aten._local_scalar_dense,
+    torch.ops.aten.is_nonzero,
+}
 # Views that their schema does not declare as such.
 UNDECLARED_VIEWS = {torch.ops.aten._unsafe_view}
 HOST_NAMESPACES = ("prim", "profiler")  # of questions to torch, such as for a tensor's device
@@ -134,13 +143,13 @@ HOST_NAMESPACES = ("prim", "profiler")  # of questions to torch, such as for a t
 
 @cache
 def launches_kernel(func: Any) -> bool:
-    """Return whether an operation starts a kernel: it is neither a view nor an allocation.
+    """Return whether an operation starts a kernel: it is no view, allocation or read of a number.
 
     One of another package counts as one kernel, however many it starts.
     """
     if func.namespace in HOST_NAMESPACES or torch.Tag.inplace_view in func.tags:
         return False
-    if func.overloadpacket in ALLOCATIONS | UNDECLARED_VIEWS:
+    if func.overloadpacket in ALLOCATIONS | UNDECLARED_VIEWS | NUMBERS:
         return False
     aliases = [result.alias_info for result in schema_of(func).returns]
     return all(alias is None or alias.is_write for alias in aliases)
@@ -367,6 +376,11 @@ def reads_values(error: BaseException) -> bool:
     return isinstance(error, DATA_DEPENDENT_ERRORS) or is_of_subclass
 
 
+@disable_compiler  # torch changes its stance in no step that is compiled, as backward may be
+def _close(running: ExitStack) -> None:
+    running.close()
+
+
 @final
 class UncompiledRuns:
     """Runs what `torch.compile` has compiled as it is written, while any thread needs that.
@@ -397,6 +411,22 @@ class UncompiledRuns:
                 self._threads -= 1
                 if not self._threads:
                     self._stance.close()
+
+    def until_backward_ends(self) -> None:
+        """Run compiled functions uncompiled until the backward pass of this thread ends or fails.
+
+        It may compute a part of the model again, with functions that the model has compiled.
+        """
+        if is_compiler_imported():
+            self._until_backward_ends()
+
+    @disable_compiler
+    def _until_backward_ends(self) -> None:
+        running = ExitStack()
+        running.enter_context(self())
+        end = partial(_close, running)
+        weakref.finalize(end, _close, running)  # a pass that fails only drops it
+        at_end_of_backward(end)
 
 
 run_uncompiled = UncompiledRuns()

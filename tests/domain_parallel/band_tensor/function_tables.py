@@ -1240,12 +1240,19 @@ def points_of_a_grid(x):
     return torch.stack(torch.meshgrid(*axes, indexing="xy"), -1).expand(len(x), -1, -1, -1)
 
 
+OTHERS = {
+    "range as an index": lambda m, x: x[:, range(3)],
+    "weights of channels that are rows": lambda m, x: F.prelu(x.transpose(1, 2), latitudes(x)),
+    "both sides of a row": assign_on_both_sides_of_a_row,
+    "factor that is a tensor": lambda m, x: x.index_add(
+        2, few_rows(x), x[:, :, :2], alpha=torch.tensor(2.0)
+    ),
+    "dropout of recurrent layers": drop_out,
+}
+FAMILIES["others"] = OTHERS
+
+# By the name of the operator.
 RUN_WHOLE = {
-    "__getitem__": lambda m, x: x[:, range(3)],
-    "prelu": lambda m, x: F.prelu(x.transpose(1, 2), latitudes(x)),
-    "grid_sample": lambda m, x: F.grid_sample(x, points_of_a_grid(x), align_corners=True),
-    "__setitem__": assign_on_both_sides_of_a_row,
-    "index_add": lambda m, x: x.index_add(2, few_rows(x), x[:, :, :2], alpha=torch.tensor(2.0)),
-    "interpolate": narrow,
-    "lstm": drop_out,
+    "grid_sampler_2d": lambda m, x: F.grid_sample(x, points_of_a_grid(x), align_corners=True),
+    "_upsample_bilinear2d_aa": narrow,
 }

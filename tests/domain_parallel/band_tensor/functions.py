@@ -17,8 +17,8 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from credit_dp.domain_parallel import DomainParallelManager, shard_tensor
-from credit_dp.domain_parallel.view.attach import attach_view
-from credit_dp.domain_parallel.view.tensor import GlobalTensor, is_band
+from credit_dp.domain_parallel.band_tensor.boundary import attach_domain
+from credit_dp.domain_parallel.band_tensor.tensor import BandTensor, is_band
 from tests.ranks import RankError, on_threads
 from tests.tables import entry
 
@@ -35,7 +35,7 @@ def compute_on_bands(
     model: nn.Module, manager: DomainParallelManager, shapes: Sequence[tuple[int, ...]]
 ) -> Mapping[str, int]:
     """Let a model compute on bands; return how often functions run whole, which a forward fills."""
-    return attach_view(model, manager, shapes).whole_calls
+    return attach_domain(model, manager, shapes).whole_calls
 
 
 PLAIN = -1  # instead of a dimension
@@ -43,9 +43,9 @@ PLAIN = -1  # instead of a dimension
 
 def dim_of_bands(y: torch.Tensor) -> int | None:
     """Return in which dimension a field is in bands: in none, or PLAIN where there are no ranks."""
-    if not isinstance(y, GlobalTensor):
+    if not isinstance(y, BandTensor):
         return PLAIN
-    return y.rows.dim if is_band(y) else None
+    return y.ndim + y.rows.dim if is_band(y) else None
 
 
 class Model(nn.Module):

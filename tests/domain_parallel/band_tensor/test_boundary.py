@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from credit_dp.domain_parallel import shard_tensor
+from credit_dp.domain_parallel import convert_to_domain_parallel, shard_tensor
 from credit_dp.domain_parallel.band_tensor.boundary import (
     attach_domain,
     detach_domain,
@@ -401,6 +401,16 @@ def test_a_model_that_failed_can_run_again():
         return model(x).shape
 
     assert on_threads(RANKS, on_rank) == [(2, 3, rows, 8) for rows in (3, 2, 2)]
+
+
+def test_a_mapping_that_forbids_changes_is_planned():
+    def on_rank(manager):
+        model = nn.Sequential(nn.Conv2d(3, 3, 3, padding=1))
+        model.settings = Frozen(width=3)
+        convert_to_domain_parallel(model, manager, input_shape=SHAPE)
+        return list(model.settings.items())
+
+    assert on_threads(RANKS, on_rank) == [[("width", 3)]] * RANKS
 
 
 def _call_with_other_columns(manager):

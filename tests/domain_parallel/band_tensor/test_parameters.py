@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from credit_dp.domain_parallel import DomainParallelManager, shard_tensor
 from credit_dp.domain_parallel.band_tensor.boundary import attach_domain, detach_domain
 from credit_dp.domain_parallel.band_tensor.tensor import BandTensor
+from credit_dp.errors import UserError
 from tests.ranks import cpu_only, on_processes, on_threads, seeded
 from tests.tables import entry
 
@@ -244,6 +245,19 @@ def test_parameters_that_are_used_past_their_module_get_shares(name: str) -> Non
     found = on_threads(3, _small, ALIASES[name], squares, x)
     expected = of_globe(ALIASES[name], squares, x)
     torch.testing.assert_close(sum(found), expected, rtol=1e-11, atol=1e-12)
+
+
+def test_a_parameter_that_model_and_loss_use_past_its_module_is_refused() -> None:
+    def decayed(model: Any, x: Tensor) -> str:
+        loss = model(x).square().sum() + model.weight.square().sum() / 3
+        with pytest.raises(UserError) as error:
+            loss.backward()
+        return str(error.value)
+
+    x = torch.randn(SHAPE, generator=seeded(0))
+    for message in on_threads(3, _small, lambda m, x: x * m.others[0] + m.others[0], decayed, x):
+        assert message.startswith("a parameter of shape (3, 1, 1): the model uses it past")
+        assert "\n" not in message
 
 
 def penalty(model: Any, x: Tensor) -> Tensor:

@@ -235,9 +235,9 @@ TABLES = {
     "products": PRODUCTS,
     "attention": FUSED,
     "transforms": TRANSFORMS,
-    "attention of the view": ATTENTION,
-    "transforms of the view": SPECTRAL,
-    "products of the view": {
+    "attention of the tables": ATTENTION,
+    "transforms of the tables": SPECTRAL,
+    "products of the tables": {
         "cdist": WRITES["cdist"],
         **{name: MIXTURES[name] for name in ("matrix products", "einsum", "linear")},
         **{name: MIXTURES[name] for name in ("lstm", "gru", "cell")},

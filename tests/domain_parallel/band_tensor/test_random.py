@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from credit_dp.domain_parallel import DomainParallelManager, shard_tensor
+from credit_dp.domain_parallel.band_tensor import random as draws
 from credit_dp.domain_parallel.band_tensor.boundary import attach_domain
 from credit_dp.domain_parallel.thread_ranks import RankError
 from tests.ranks import cpu_only, on_processes, on_threads
@@ -239,3 +241,23 @@ def _fail_on_one_rank(manager: DomainParallelManager) -> None:
 def test_an_error_of_one_rank_is_one_of_all() -> None:
     with pytest.raises(RankError, match="rank 1"):
         on_processes(3, _fail_on_one_rank)
+
+
+def _gathers_of_a_forward(manager: DomainParallelManager) -> list[int]:
+    """Return how often a forward gathers, by itself and while a CUDA graph is captured."""
+    model, band = attached(manager, lambda model, x: 2 * x)
+    counts = []
+    for captured in (False, True):
+        gather = mock.Mock(wraps=manager.transport.all_gather)
+        with (
+            mock.patch.object(draws, "is_captured", lambda device, captured=captured: captured),
+            mock.patch.object(manager.transport, "all_gather", gather),
+        ):
+            model(band)
+        counts.append(gather.call_count)
+    return counts
+
+
+def test_a_captured_forward_exchanges_no_numbers_of_python() -> None:
+    """The host would wait for them, which a CUDA graph can't hold."""
+    assert on_processes(3, _gathers_of_a_forward) == [[1, 0]] * 3

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import pickle
 from collections.abc import Callable
@@ -11,12 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from credit_dp.domain_parallel import DomainParallelManager, shard_tensor
 from credit_dp.domain_parallel.band_tensor import values
-from credit_dp.domain_parallel.band_tensor.boundary import attach_domain
-from credit_dp.domain_parallel.band_tensor.tensor import WHOLE, BandTensor, Domain
+from credit_dp.domain_parallel.band_tensor.boundary import Enter, attach_domain
+from credit_dp.domain_parallel.band_tensor.tensor import WHOLE, Band, BandTensor, Domain
 from credit_dp.errors import UserError
 from tests.ranks import cpu_only, on_processes, on_threads, seeded
 from tests.tables import entry
@@ -50,6 +52,12 @@ def run(function: Callable[[Any], Any], ranks: int = 3) -> list[Any]:
     return [found for found, _ in on_threads(ranks, _on_rank, function, x)]
 
 
+def assign_by_mask(score: Tensor) -> Tensor:
+    score = score * 1
+    score[score > 0.5] = 1
+    return score
+
+
 DECIDE: list[Callable[[Any, Any], Any]] = [
     lambda score, x: score.max().item(),
     lambda score, x: score.tolist(),
@@ -71,6 +79,12 @@ DECIDE: list[Callable[[Any, Any], Any]] = [
     lambda score, x: 0.5 + 3e-15 in score,
     lambda score, x: len(torch.bincount((score > 0.5).long())),
     lambda score, x: score.repeat_interleave((score > 0.5).long()).shape,
+    lambda score, x: len(score[score > 0.5]),
+    lambda score, x: x[:, :7][:, score > 0.5].shape,
+    lambda score, x: F.one_hot((score > 0.5).long()).shape,
+    lambda score, x: assign_by_mask(score).tolist(),
+    lambda score, x: x[:, :, score.argsort()].sum((1, 2, 3)).tolist(),
+    lambda score, x: x.index_select(2, score.argsort())[0, 0, :, 0].tolist(),
     lambda score, x: f"{score[4]:.17f}",
     lambda score, x: score.numpy(force=True).tolist(),
     lambda score, x: np.asarray(score).tolist(),
@@ -206,3 +220,30 @@ def test_fields_of_no_model_may_be_read_anywhere() -> None:
         return float(BandTensor(torch.ones(()), WHOLE, Domain(manager)) + 1)
 
     assert on_threads(2, on_rank) == [2.0, 2.0]
+
+
+def test_ranks_forget_what_was_read_with_its_memory() -> None:
+    """Other memory at its address would else be read again on some ranks, and waited for."""
+
+    def run(manager: DomainParallelManager) -> None:
+        domain = Domain(manager)
+        x = Enter.apply(torch.ones(1, 2, 3, 4), Band(-2, 1, (0, 3, 6)), domain)
+        kept = x.data, (x * 2).numpy(), (x * 3).data
+        assert x.local.untyped_storage() in domain.uncounted
+        del kept
+        assert x.local.untyped_storage() in domain.uncounted
+        del x
+        gc.collect()
+        assert not domain.uncounted
+
+    on_threads(2, run)
+
+
+def test_a_copy_of_a_model_knows_nothing_of_what_the_model_has_read() -> None:
+    domain = Domain(DomainParallelManager(1, 1))
+    kept = domain.read, domain.reduced, domain.folds, domain.sizes_before
+    domain.uncounted.add(torch.zeros(1).untyped_storage())
+    for made in (copy.deepcopy(domain), pickle.loads(pickle.dumps(domain))):  # noqa: S301
+        assert not made.uncounted
+        own = made.read, made.reduced, made.folds, made.sizes_before
+        assert not any(a is b for a, b in zip(own, kept, strict=True))

@@ -520,7 +520,6 @@ FILLS = [
     views_from_before,
     modes_of_a_transform,
     nodes_of_a_graph,
-    filled_in_a_checkpoint,
 ]
 
 

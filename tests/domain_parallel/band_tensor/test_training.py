@@ -1,4 +1,4 @@
-"""Training of a model that needs the view: on every mesh as on one process."""
+"""Training of models on tensors of the globe: on every mesh as on one process."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ class UserModel(nn.Module):
 
 @dataclass
 class UserConfig(OwnModelConfig):
-    name: str = "needs_the_view"
+    name: str = "of_user"
     recompute: str = ""
     of_batch: bool = True
 
@@ -117,7 +117,7 @@ class UserConfig(OwnModelConfig):
 
 
 class InSegments(SegmentedModel):
-    """A model of the user's that a pipeline may cut, though it needs the view."""
+    """A model of the user's that a pipeline may cut, though its layers are not converted."""
 
     def __init__(self, in_channels, out_channels, rows):
         super().__init__()
@@ -197,22 +197,22 @@ def reference(store, tmp_path_factory):
     return get
 
 
-def in_view(manager, config, function, *args):
+def gathering(manager, config, function, *args):
     """Call a function of the mesh's run, which may gather rows."""
     config = replace(config, parallel=replace(config.parallel, whole_ops="allow"))
     return function(manager, config, *args)
 
 
 def trained(mesh, config, save_to=None):
-    return run_on_mesh(mesh, _train_in_view, config, save_to)
+    return run_on_mesh(mesh, _train, config, save_to)
 
 
-def _train_in_view(manager, config, save_to):
-    return in_view(manager, config, train_from_start, save_to)
+def _train(manager, config, save_to):
+    return gathering(manager, config, train_from_start, save_to)
 
 
-def _resume_in_view(manager, config, path):
-    return in_view(manager, config, train_from_checkpoint, path)
+def _resume(manager, config, path):
+    return gathering(manager, config, train_from_checkpoint, path)
 
 
 MESHES = tiers(
@@ -281,12 +281,12 @@ def test_the_average_of_weights(reference):
 def test_resumes_on_other_ranks(reference, mesh, tmp_path):
     config, (numbers, weights) = reference()
     trained(Mesh(1, 1, 2), config, tmp_path)
-    resumed = run_on_mesh(mesh, _resume_in_view, config, tmp_path)
+    resumed = run_on_mesh(mesh, _resume, config, tmp_path)
     assert_same_trajectory(resumed, (numbers[HALF_WAY:], weights))
 
 
 def _losses(manager, config):
-    return in_view(manager, config, lambda *args: record_trajectory(built(*args[::-1]))[0])
+    return gathering(manager, config, lambda *args: record_trajectory(built(*args[::-1]))[0])
 
 
 @pytest.mark.slow
@@ -301,7 +301,7 @@ def test_autocast_errs_as_on_one_process(reference):
 
 def _uncompiled(manager, config, save_to):
     with mock.patch("credit_dp.training.model_parts.logger.warning") as warning:
-        trajectory = in_view(manager, config, train_from_start, save_to)
+        trajectory = gathering(manager, config, train_from_start, save_to)
     lines = [call.args[1] for call in warning.call_args_list]
     instead = "set compile=false and trainer.cuda_graph=true instead."
     assert [instead in line for line in lines] == [True] * (manager.rank == 0)

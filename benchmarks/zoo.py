@@ -34,7 +34,7 @@ import sys
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from math import ceil, floor
@@ -48,44 +48,23 @@ from side_by_side import Entry, Ratio, ratio, times
 from table import model_table
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from credit_dp.domain_parallel import DomainParallelManager, convert_to_domain_parallel
 from credit_dp.domain_parallel.band_tensor.boundary import attached_domain
 from credit_dp.domain_parallel.band_tensor.rules import short_name
-from credit_dp.domain_parallel.band_tensor.tensor import held_of, is_band
+from credit_dp.domain_parallel.band_tensor.tensor import BandTensor, is_band
 from credit_dp.domain_parallel.count_transport import CountingTransport
 from credit_dp.domain_parallel.decide import plan_report
+from credit_dp.domain_parallel.dry_run import dry_run
+from credit_dp.domain_parallel.functional import in_backward
 from credit_dp.domain_parallel.partition import ROW_DIM
-from credit_dp.domain_parallel.planning.trace import tensor_leaves, use_fake_tensors
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 import tests.zoo.packages  # noqa: E402, F401  # prepares the import of torchvision
 
 RANKS = (2, 4)
-
-
-@dataclass
-class Saved:
-    """The memory of tensors that autograd saves for backward, without parameters."""
-
-    parameters: set[int]
-    storages: dict[int, Tensor] = field(default_factory=dict)
-
-    def pack(self, x: Tensor) -> Tensor:
-        """Count a tensor, and keep it alive, so that no other tensor gets its memory."""
-        held = held_of(x)
-        key = held.untyped_storage()._cdata
-        if key not in self.parameters:
-            self.storages.setdefault(key, held)
-        return x
-
-    @property
-    def bytes(self) -> int:
-        """Return the size of all storages."""
-        return sum(x.untyped_storage().nbytes() for x in self.storages.values())
 
 
 # ---------------------------------------------------------------- the least traffic
@@ -109,7 +88,7 @@ Grid = tuple[int, int]
 RowsOf = Callable[[int], Sequence[int]]
 
 
-class LeastTraffic(TorchDispatchMode):
+class LeastTraffic:
     """Adds up the bytes that all ranks have to send at least, while a model runs as one of them.
 
     Attributes:
@@ -117,28 +96,44 @@ class LeastTraffic(TorchDispatchMode):
     """
 
     def __init__(self, ranks: int) -> None:
-        super().__init__()
         self.ranks = ranks
         self.by_operator: Counter[str] = Counter()
         # The rows of each tensor that were sent to each rank; tensors are kept alive, as the
         # address of a freed one would be reused.
         self._sent: dict[Any, set[tuple[int, int]]] = defaultdict(set)
         self._alive: list[Tensor] = []
+        self._is_inside = False
 
     @property
     def bytes(self) -> int:
         """Return the bytes of all operators."""
         return sum(self.by_operator.values())
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operator, and count what it has to send if it gets fields."""
-        kwargs = kwargs or {}
-        results = func(*args, **kwargs)
-        count = self._counter(short_name(func))
-        if count is not None and any(map(is_band, tree_leaves((args, kwargs)))):
-            with unset_fake_temporarily():
-                count(func, args, kwargs, results)
-        return results
+    @contextmanager
+    def watch(self) -> Iterator[None]:
+        """Watch the operators that are called with tensors of the globe."""
+        dispatch = BandTensor.__torch_dispatch__
+
+        def watched(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            kwargs = kwargs or {}
+            count = None if self._is_inside or in_backward() else self._counter(short_name(func))
+            if count is None:
+                return dispatch(func, types, args, kwargs)
+            self._is_inside = True
+            try:
+                results = dispatch(func, types, args, kwargs)
+                if any(map(is_band, tree_leaves((args, kwargs)))):
+                    with unset_fake_temporarily():
+                        count(func, args, kwargs, results)
+            finally:
+                self._is_inside = False
+            return results
+
+        BandTensor.__torch_dispatch__ = classmethod(watched)
+        try:
+            yield
+        finally:
+            BandTensor.__torch_dispatch__ = dispatch
 
     def _counter(self, name: str) -> Callable[..., None] | None:
         if name in MOVES:
@@ -340,39 +335,27 @@ class Step:
 
 def measure(build: Callable[[], nn.Module], shape: tuple[int, ...], ranks: int) -> Step:
     """Return the costs of the second of `ranks` ranks; with one rank, those of one process."""
-    model = build().train()
-    local, transport, least = list(shape), None, LeastTraffic(ranks)
-    if ranks > 1:
-        transport = CountingTransport(1, ranks)
-        manager = DomainParallelManager(ranks, ranks, transport=transport)
-        begun = time.process_time()
-        model = convert_to_domain_parallel(model, manager, input_shape=shape, whole_ops="allow")
-        planning = time.process_time() - begun
-        local[ROW_DIM] = manager.partition(shape[ROW_DIM]).sizes[1]
-    with use_fake_tensors(model), torch.enable_grad():
-        tensors = [*model.parameters(), *model.buffers()]
-        saved = Saved({x.untyped_storage()._cdata for x in tensors})
-        dtype = next(model.parameters()).dtype
-        with torch.autograd.graph.saved_tensors_hooks(saved.pack, lambda x: x):
-            with least if ranks > 1 else nullcontext():
-                outputs = tensor_leaves(model(torch.empty(local, dtype=dtype)))
-        size = saved.bytes
-        outputs = [x for x in outputs if x.requires_grad]
-        if transport is not None:
-            torch.autograd.backward(outputs, [torch.empty_like(x) for x in outputs])
-    if transport is None:
-        return Step(size)
-    sent = sum(traffic.bytes + traffic.collective_bytes for traffic in transport.sent)
-    messages = transport.sent[1].messages + transport.sent[1].collectives
-    domain = attached_domain(model)
-    if domain is not None:
+    model, rank, least = build().train(), min(1, ranks - 1), LeastTraffic(ranks)
+    manager = DomainParallelManager(ranks, ranks, transport=CountingTransport(rank, ranks))
+    begun = time.process_time()
+    model = convert_to_domain_parallel(model, manager, input_shape=shape, whole_ops="allow")
+    planning = time.process_time() - begun
+    with least.watch():
+        run = dry_run(model, manager, [shape], rank=rank, training=True, backward=ranks > 1)
+    if ranks == 1:
+        return Step(run.saved_bytes)
+    of_passes = [*run.forward.values(), *run.backward.values()]
+    sent = sum(t.bytes + t.collective_bytes for ranks_sent in of_passes for t in ranks_sent)
+    messages = sum(sent[rank].messages + sent[rank].collectives for sent in of_passes)
+    if attached_domain(model) is not None:
+        whole_calls = {call.function: call.calls for call in run.whole_calls}
         costs = sent, least.bytes, messages, planning
-        return Step(size, *costs, "globe", dict(domain.whole_calls))
+        return Step(run.saved_bytes, *costs, "globe", whole_calls)
     # The plan knows the least of layers. Statistics of norms are what they send.
     levels = plan_report(build(), shape, ranks).levels
-    statistics = sum(traffic.collective_bytes for traffic in transport.sent)
+    statistics = sum(t.collective_bytes for ranks_sent in of_passes for t in ranks_sent)
     least_bytes = sum(level.least_bytes for level in levels) + statistics
-    return Step(size, sent, least_bytes, messages, planning, "layers")
+    return Step(run.saved_bytes, sent, least_bytes, messages, planning, "layers")
 
 
 def _timm(name: str, **settings: Any) -> nn.Module:

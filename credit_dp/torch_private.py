@@ -128,13 +128,6 @@ def is_view(x: Tensor) -> bool:
     return x._is_view()
 
 
-def has_views(x: Tensor) -> bool:
-    """Return whether there are views of a tensor that an operator gets, in the operator's code."""
-    # It has three owners then, one more if autograd has saved it, and two more for each view.
-    owners: int = x._use_count()  # type: ignore[attr-defined]
-    return owners > 4
-
-
 def storage_key(storage: UntypedStorage) -> int:
     """Return what no other storage has as long as there is a `StorageWeakRef` of this one."""
     key: int = storage._cdata

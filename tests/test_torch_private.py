@@ -66,7 +66,6 @@ from credit_dp.torch_private import (
     gloo_options,
     gradient_hooks,
     has_hooks,
-    has_views,
     is_alias,
     is_compiler_imported,
     is_composite,
@@ -318,36 +317,6 @@ class Negated(torch.Tensor):
             change_own_shape(func, args, kwargs or {})
             return x
         return func(x.local, *others)
-
-
-class Counted(torch.Tensor):
-    """Notes whether it has views when its shape is changed in place."""
-
-    __torch_function__ = DISABLED_TORCH_FUNCTION
-
-    @classmethod
-    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
-        if torch.Tag.inplace_view not in func.tags:
-            return new_wrapper(cls, args[0].shape)
-        args[0].has_views = has_views(args[0])
-        change_own_shape(func, args, kwargs or {})
-        return args[0]
-
-
-def test_views_would_be_differentiated_as_of_another_shape():
-    for function, expected in (
-        (lambda x: None, False),
-        (lambda x: x.view(x.shape), True),
-        (lambda x: x.view(x.shape).view(x.shape), True),
-        (torch.mul, False),
-    ):
-        x = new_wrapper(Counted, [2, 3], requires_grad=True) + 1
-        kept = function(*([x] if function is not torch.mul else [x, 2.0]))
-        x.t_()
-        assert x.has_views == expected
-        del kept
-        x.unsqueeze_(0)
-        assert not x.has_views
 
 
 def test_tensors_below_autograd_would_not_be_computed():

@@ -36,7 +36,6 @@ from credit_dp.domain_parallel.rules import RULES as OF_USERS
 from credit_dp.errors import UserError
 from credit_dp.torch_private import (
     change_own_shape,
-    has_views,
     is_composite,
     is_view,
     schema_of,
@@ -231,18 +230,19 @@ def change_shape_in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, An
     if x.has_changed_shape and x.origin is not None:  # once more
         refresh(x)
         x.origin = None
-    view = _view_like(func)
+    view, had_views = _view_like(func), x.has_views
     y = None if view is None else BandTensor.__torch_dispatch__(view, (), args, kwargs)
     # A copy would be one of itself, and for gradients torch makes views anew: from the new shape.
-    if y is None or y.origin is not None or has_views(x):
+    if y is None or y.origin is not None or had_views:
         raise UserError(
-            f"{short_name(func)}: changes the shape in place of a field that is a view, or has "
+            f"{short_name(func)}: changes the shape in place of a field that is a view, or had "
             "views. Use the function without the underscore."
         )
     x.local, x.rows, x.has_changed_shape = y.local, y.rows, True
     x.fetched = None
     change_own_shape(func, args, kwargs)
     x.described = None
+    x.has_views = False
     if is_view(x):  # which torch would make anew without the change once its memory was written
         before = BandTensor(y.local, y.rows, x.domain)
         before.has_changed_shape = True

@@ -293,6 +293,7 @@ class BandTensor(Tensor):
         has_plain: of a sum in backward, whether plain tensors were added: see `parameters`.
         is_late: of a copy that nothing has read yet: `local` has no values, see `refresh`. It may
             be written to, or torch may only want to know how to differentiate it.
+        has_views: whether there have been views of it.
         is_zero: of an open tensor that nothing was written to, whether all of it is zero.
     """
 
@@ -316,6 +317,7 @@ class BandTensor(Tensor):
     views: WeakValueDictionary[int, BandTensor] | None = None
     has_plain: bool = False
     is_late: bool = False
+    has_views: bool = False
     # The rule of an operator that has none of its own; set by `rules`, which needs this class.
     find_rule: ClassVar[Callable[[Any], Rule]]
     # The values of the globe that all ranks read; set by `values`.
@@ -623,6 +625,8 @@ def _wrapped(
         x.is_open, x.is_zero = True, func is NEW_ZEROS
     if is_late:
         x.is_late = True
+    if is_view and type(first) is BandTensor and func is not DETACH:
+        first.has_views = True
     if is_view and (
         is_copy or (type(first) is BandTensor and (first.is_open or first.origin is not None))
     ):

@@ -72,7 +72,7 @@ RANKS = (2, 4)
 MOVES = frozenset(
     [
         "view", "_unsafe_view", "permute", "transpose", "t", "roll", "flip", "constant_pad_nd",
-        "slice", "select", "index", "unbind", "split", "split_with_sizes", "cat", "stack",
+        "slice", "select", "unbind", "split", "split_with_sizes", "cat", "stack",
         "repeat", "index_select", "pixel_shuffle", "pixel_unshuffle", "unfold", "squeeze",
         "unsqueeze", "expand", "clone", "alias", "reflection_pad1d", "reflection_pad2d",
         "replication_pad1d", "replication_pad2d",

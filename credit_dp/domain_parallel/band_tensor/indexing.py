@@ -94,11 +94,11 @@ def is_mask(x: Any) -> bool:
     return isinstance(x, Tensor) and x.dtype in (torch.bool, torch.uint8)
 
 
-def known(index: Any, domain: Domain) -> Any:
+def known(index: Any, domain: Domain, size: int = 1) -> Any:
     """Return an index of which all ranks know the values: these decide what is sent.
 
-    A dry run may not know them: it counts the messages for rows in their order then. Of a mask it
-    knows no number of entries either, which torch then says.
+    A dry run may not know them: it counts the messages for all rows of a dimension of `size` in
+    their order then. Of a mask it knows no number of entries either, which torch then says.
     """
     local = agreed(index, domain)
     if not isinstance(local, Tensor) or not has_no_data(local):
@@ -106,7 +106,7 @@ def known(index: Any, domain: Domain) -> Any:
     found = None if domain.recorder is None else domain.recorder.value_of(local)
     if found is None and is_mask(local):
         return local
-    return torch.arange(local.numel()).view(local.shape) if found is None else found
+    return torch.arange(local.numel()).view(local.shape) % size if found is None else found
 
 
 def check_masks(shape: Sequence[int], indices: Indices) -> None:
@@ -269,7 +269,8 @@ def index(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         local, layout = (x.local, x.rows) if type(x) is BandTensor else (x, WHOLE)
         return Part(func(local, [whole(i) for i in indices]), layout)
     if not isinstance(rows, Band) and len(where.dims) == 1:
-        return index_rows(x, known(indices[where.dims[0]], domain), where)
+        (dim,) = where.dims
+        return index_rows(x, known(indices[dim], domain, x.shape[dim]), where)
     if not isinstance(rows, Band):
         # Points: each rank reads those of its part of another dimension, or some points.
         free = [(n, -d) for d, n in enumerate(x.shape) if d not in where.dims and n >= domain.ranks]
@@ -325,7 +326,7 @@ def index_select(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     dim = dim % max(x.ndim, 1)
     if is_band(x):
         if dim == dim_of(x):
-            vector = known(vector, x.domain).reshape(-1)
+            vector = known(vector, x.domain, x.shape[dim]).reshape(-1)
             return index_rows(x, vector, Places((dim,), dim, tuple(vector.shape), x.ndim))
         return Part(func(x.local, dim, whole(vector)), x.rows)
     if is_band(vector) and x.ndim:
@@ -393,7 +394,7 @@ def put_at_indices(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
             x.local, [whole(i) for i in indices], with_rows(values, band, domain), adds
         )
     elif is_taken(values, indices, where) and (adds or rows.outer == 1):
-        put_taken(x, known(indices[dim], domain), values, where, adds)
+        put_taken(x, known(indices[dim], domain, x.shape[dim]), values, where, adds)
     else:
         put_own(x, indices, values, where, adds)
     write_back(x)
@@ -467,7 +468,7 @@ def band_to_put(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Band | None:
         return None
     (dim,) = where.dims
     size, domain = x.shape[dim], x.domain
-    entries = numbers_from_0(known(indices[dim], domain), size).cpu().flatten()
+    entries = numbers_from_0(known(indices[dim], domain, size), size).cpu().flatten()
     _, band = flat_values(values, where)
     return band_of_rows(entries, band, at(band, dim, x.ndim), size, domain)
 
@@ -592,7 +593,7 @@ def write_at_vector(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     rows, is_field = x.rows, isinstance(source, Tensor) and source.ndim == x.ndim
     if not isinstance(rows, Band):
         return put_whole(func, args, kwargs)
-    vector = vector if is_band(vector) else known(vector, domain).reshape(-1)
+    vector = vector if is_band(vector) else known(vector, domain, x.shape[dim]).reshape(-1)
     if dim != dim_of(x):
         source = with_rows(source, rows, domain) if is_field else whole(source)
         func(x.local, dim, whole(vector), source, *others, **kwargs)
@@ -628,7 +629,7 @@ def band_at_vector(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Band | None
         refresh(source)
         dim, size = dim % x.ndim, x.shape[dim]
         if is_in_bands_of(source, dim, vector) and isinstance(source.rows, Band):
-            entries = numbers_from_0(known(vector, x.domain).reshape(-1), size).cpu()
+            entries = numbers_from_0(known(vector, x.domain, size).reshape(-1), size).cpu()
             return band_of_rows(entries, source.rows, at(source.rows, dim, x.ndim), size, x.domain)
     return at_the_same_place(args, kwargs)
 

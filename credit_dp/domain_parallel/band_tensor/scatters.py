@@ -98,7 +98,8 @@ def gather(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         for d, size in enumerate(index.shape):
             if d != dim and size < x.shape[d]:
                 part = BandTensor.__torch_dispatch__(aten.slice.Tensor, (), (part, d, 0, size))
-        vector = known(index, domain)[tuple(slice(None) if d == dim else 0 for d in range(x.ndim))]
+        numbers = known(index, domain, x.shape[dim])
+        vector = numbers[tuple(slice(None) if d == dim else 0 for d in range(x.ndim))]
         return index_rows(part, vector, places([*[None] * dim, vector], x.ndim))
     band = band_along_others(dim, index, x)
     if band is not None:

@@ -29,6 +29,7 @@ from credit_dp.domain_parallel.dry_run import WholeCall, dry_run
 from credit_dp.domain_parallel.manager import DomainParallelManager
 from credit_dp.errors import UserError
 from tests.domain_parallel.band_tensor.functions import Cube
+from tests.domain_parallel.band_tensor.models import check
 from tests.domain_parallel.equality import RANDOM_LOCK
 from tests.ranks import DEVICE, on_threads
 from tests.tier_cases import every
@@ -456,3 +457,24 @@ def test_a_model_that_can_not_be_copied_is_planned():
         )
         assert plan.problems == ()
         assert bool(plan.refusal) is (layer is _Spectral)
+
+
+class Repeated(nn.Module):
+    """Takes more rows than there are, by an index of which a plan knows no values."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 3, 3, padding=1)
+
+    def forward(self, x):
+        y = self.conv(x)
+        order = y.detach().mean((0, 1, 3)).argsort().repeat(2)
+        taken = y.new_zeros(y.shape).index_add(2, order, y.index_select(2, order))
+        return y[:, :, order] + torch.cat([taken, taken], 2)
+
+
+def test_an_index_of_unknown_values_may_be_longer_than_the_dimension():
+    report = plan_report(Repeated(), (1, 3, 13, 8), 3)
+    assert report.problems == ()
+    assert report.backward
+    check(Repeated)

@@ -146,11 +146,6 @@ def gradient_hooks(x: Tensor) -> dict[int, Any]:
     return x._backward_hooks or {}
 
 
-def as_subclass_in_place(x: Tensor, kind: type[Tensor]) -> Tensor:
-    """Return a tensor of a subclass in the memory of another one, without history, and no view."""
-    return Tensor._make_subclass(kind, x)
-
-
 # Returns a tensor of a subclass that has a shape, but no memory.
 new_wrapper: Callable[..., Any] = Tensor._make_wrapper_subclass
 # `__torch_function__` of a subclass that torch's functions take for any tensor.

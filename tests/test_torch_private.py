@@ -42,7 +42,6 @@ from credit_dp.torch_private import (
     UnsupportedOperatorException,
     all_modules,
     apply_to_tensors,
-    as_subclass_in_place,
     at_end_of_backward,
     backward_pass,
     buffers_of,
@@ -258,22 +257,6 @@ def test_parameters_would_get_gradients_of_the_globe_or_twice_their_share():
     assert x.grad.tolist() == [1, 1, 1]
 
 
-def test_models_would_not_write_to_their_parameters():
-    class Other(Tensor):
-        pass
-
-    x = torch.zeros(3, requires_grad=True)
-    y = as_subclass_in_place(x, Other)
-    assert type(y) is Other
-    assert not y.requires_grad
-    version = version_of(x)
-    y.add_(1)
-    assert x.tolist() == [1, 1, 1]
-    assert version_of(x) > version
-    assert not is_view(y)
-
-
-@pytest.mark.filterwarnings("error")
 def test_recurrent_layers_would_copy_their_weights_at_each_call():
     layer = nn.LSTM(2, 2)
     before, x = list(layer._flat_weights), torch.rand(1, 1, 2)

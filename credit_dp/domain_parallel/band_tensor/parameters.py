@@ -20,9 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import unserializable_hook
 
-from credit_dp.domain_parallel.band_tensor.moving import among_zeros, refresh, whole
+from credit_dp.domain_parallel.band_tensor.moving import among_zeros, refresh
 from credit_dp.domain_parallel.band_tensor.tensor import (
-    DATA,
     PARTIAL,
     WHOLE,
     Band,
@@ -31,9 +30,7 @@ from credit_dp.domain_parallel.band_tensor.tensor import (
 )
 from credit_dp.errors import UserError
 from credit_dp.torch_private import (
-    DISABLED_TORCH_FUNCTION,
     FakeTensor,
-    as_subclass_in_place,
     buffers_of,
     gradient_hooks,
     is_alias,
@@ -140,9 +137,7 @@ unserializable_hook(take_share)  # type: ignore[no-untyped-call]
 
 def _in_model(x: Tensor) -> Tensor:
     """Return a tensor without history, as a module has it while the model runs."""
-    if isinstance(x, FakeTensor):  # a subclass of it would compute as any tensor
-        return x.detach()
-    return as_subclass_in_place(x, TensorInModel)
+    return x.detach()
 
 
 class EnterWhole(torch.autograd.Function):
@@ -175,27 +170,6 @@ def enter_whole(tensors: list[Tensor], domain: Domain) -> tuple[Tensor, ...]:
             add_hook(x)
     entered: tuple[Tensor, ...] = EnterWhole.apply(domain, *tensors)  # type: ignore[no-untyped-call]
     return entered
-
-
-class TensorInModel(Tensor):
-    """What a module has in place of a parameter or buffer while the model runs: in its memory.
-
-    torch would let `x.data = field` change what a tensor says, and take the memory that a field of
-    the globe does not have. Here `x` gets the globe's values. All else is as for any tensor.
-    """
-
-    __module__ = "torch"  # as `BandTensor`
-    __torch_function__ = DISABLED_TORCH_FUNCTION
-
-    @property
-    def data(self) -> Tensor:
-        """Return the tensor without its history."""
-        data: Tensor = DATA.__get__(self)
-        return data
-
-    @data.setter
-    def data(self, x: Tensor) -> None:
-        DATA.__set__(self, whole(x))
 
 
 class _Replaced(NamedTuple):

@@ -57,6 +57,7 @@ from credit_dp.domain_parallel.band_tensor.parameters import (
     add_hook,
     enter_whole,
     remove_hook,
+    share,
     share_of_gradient,
 )
 from credit_dp.domain_parallel.band_tensor.random import same_random_numbers
@@ -418,17 +419,58 @@ def leave(x: Tensor, rows: Rows, domain: Domain) -> Tensor:
 def take_attributes(model: nn.Module, domain: Domain) -> None:
     """Let modules keep as torch's own tensors what the forward has set and all ranks have.
 
+    Also what is in lists and dictionaries that they have. Tensors that share memory still do.
     Buffers that were fields are whole then, as on one process. Other fields stay what they are.
     """
+    taken: dict[int, tuple[Tensor, Tensor]] = {}  # with the tensor, whose id nothing else gets
+
+    def take(x: BandTensor, is_buffer: bool) -> Tensor:
+        if id(x) not in taken:
+            taken[id(x)] = x, _taken(x, domain, is_buffer)
+        return taken[id(x)][1]
+
+    seen: set[int] = set()
+
+    def take_entries(table: Any) -> None:
+        if id(table) in seen:
+            return
+        seen.add(id(table))
+        for key, x in table.items() if type(table) is dict else enumerate(table):
+            if type(x) is BandTensor:
+                table[key] = take(x, False)
+            elif type(x) is list or type(x) is dict:
+                take_entries(x)
+
     for module in all_modules(model):
-        for table in (parameters_of(module), buffers_of(module), vars(module)):
+        for table in (parameters_of(module), buffers_of(module)):
             for name, x in table.items():
-                if type(x) is not BandTensor:
-                    continue
-                if isinstance(x, nn.Parameter):
-                    table[name] = nn.Parameter(whole(x).clone(), x.requires_grad)
-                elif table is not vars(module) or (x.rows is WHOLE and not x.requires_grad):
-                    table[name] = leave(x, WHOLE, domain)
+                if type(x) is BandTensor:
+                    table[name] = take(x, True)
+        seen.update(id(x) for name, x in vars(module).items() if name in OF_TORCH)
+        take_entries(vars(module))
+
+
+OF_TORCH = frozenset(vars(nn.Module()))  # attributes of every module
+
+
+def _taken(x: BandTensor, domain: Domain, is_buffer: bool) -> Tensor:
+    if isinstance(x, nn.Parameter):
+        parameter = nn.Parameter(whole(x).clone(), x.requires_grad)
+
+        def pass_on(x: Tensor) -> None:
+            grad, x.grad = x.grad, None
+            if grad is not None:
+                local = share(grad, domain)
+                parameter.grad = local if parameter.grad is None else parameter.grad + local
+
+        if x.requires_grad:  # of this forward
+            x.register_post_accumulate_grad_hook(pass_on)  # type: ignore[no-untyped-call]
+        return parameter
+    if x.rows is WHOLE and not x.requires_grad:
+        BandTensor.keep_whole(x)
+        local: Tensor = whole(x)
+        return local.detach()
+    return leave(x, WHOLE, domain) if is_buffer else x
 
 
 # ---------------------------------------------------------------- the call of a model
@@ -494,7 +536,7 @@ class GlobalCall:
         before = _entered_tensors.set(tensors_of_model)
         ending.callback(_entered_tensors.reset, before)
         for module in all_modules(model):
-            tensors_of_model.enter(module)
+            tensors_of_model.enter(module, is_start=True)
         ending.enter_context(filling.open_tensors(domain))
         return args, kwargs, entered
 

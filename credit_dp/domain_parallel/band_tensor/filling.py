@@ -101,7 +101,8 @@ class OpenTensors(TorchFunctionMode):
             keep_whole(args[1])
             return func(args[0], whole(args[1]))
         result = func(*args, **(kwargs or {}))
-        if func in CREATORS and type(result) in (Tensor, FakeTensor):
+        is_new = func in CREATORS and not (kwargs and kwargs.get("out") is not None)
+        if is_new and type(result) in (Tensor, FakeTensor):
             caller = sys._getframe(1).f_globals.get("__name__", "")
             if caller.startswith("torch.nn.") or not caller.startswith("torch."):
                 return self.opened(result)
@@ -110,7 +111,8 @@ class OpenTensors(TorchFunctionMode):
     def opened(self, x: Tensor) -> Tensor:
         """Return a tensor that has one number in all entries as an open one."""
         is_number = x.is_floating_point() or x.is_complex()
-        if not (is_number and x.ndim and x.numel()) or x.requires_grad:
+        is_dense = x.layout is torch.strided
+        if not (is_number and is_dense and x.ndim and x.numel()) or x.requires_grad:
             return x
         value = x.as_strided([], []).clone()  # not the memory of all entries
         y = BandTensor(value.expand(x.shape), WHOLE, self.domain, x.stride())

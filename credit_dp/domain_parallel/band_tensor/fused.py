@@ -47,7 +47,6 @@ class Layer(NamedTuple):
     Attributes:
         function: torch's, of the field, parameters and settings.
         operator: that says which strides the result has.
-        own_dims: the number of last dimensions that each row has to itself.
         forward: returns the local result, and what backward needs beside the arguments.
         backward: returns the local gradients of the field, weight and bias; it gets the gradient,
             the field, weight, bias, settings, what `forward` has kept, and which are needed.
@@ -164,11 +163,12 @@ def call(layer: Layer, x: Any, weight: Any, bias: Any, settings: tuple[Any, ...]
             refresh(x)
             rows = x.rows
             if type(rows) is Band and rows.dim < -own:
-                if torch.is_grad_enabled() and any(
-                    [p is not None and p.requires_grad for p in (x, weight, bias)]
-                ):
+                needs = [p is not None and p.requires_grad for p in (x, weight, bias)]
+                if not torch.is_grad_enabled() or not any(needs):
+                    return _run(layer, x, weight, bias, settings)[0]
+                # Of a frozen layer torch saves no field, so that it may be written to.
+                if needs[1]:
                     return OnRows.apply(layer, x, weight, bias, settings)  # type: ignore[no-untyped-call]
-                return _run(layer, x, weight, bias, settings)[0]
     return layer.function(x, weight, bias, *settings)
 
 
@@ -213,9 +213,9 @@ def _linear_backward(
 LINEAR = Layer(F.linear, aten.linear.default, _linear, _linear_backward)
 
 
-def linear(module: nn.Linear, x: Any) -> Any:
+def linear(module: nn.Linear, input: Any) -> Any:  # torch's name
     """Compute a linear layer: its forward."""
-    return call(LINEAR, x, module.weight, module.bias, (), 1)
+    return call(LINEAR, input, module.weight, module.bias, (), 1)
 
 
 FORWARDS: dict[Any, Callable[[Any, Any], Any]] = {nn.Linear.forward: linear}

@@ -362,13 +362,25 @@ def refresh(x: BandTensor) -> None:
             finish(x.local)
     if x.origin is None:
         return
-    if not (x.is_inference() or x.seen_version == write_count(x)):
+    if not x.is_inference() and (x.seen_version != write_count(x) or _has_uncounted_base(x)):
         compute_again(x)
     if x.is_late:
         origin = _checked(x.origin)
         refresh(origin.base)
         x.local = describe(x).in_order(LOADERS[origin.func](origin))
         x.is_late = False
+
+
+def _has_uncounted_base(x: BandTensor) -> bool:
+    """Return whether what a copy came from may have been written without torch's count of it."""
+    uncounted, origin = x.domain.uncounted, x.origin
+    if not uncounted:
+        return False
+    while origin is not None and type(origin.base) is BandTensor:
+        if origin.is_copy and origin.base.local.untyped_storage() in uncounted:
+            return True
+        origin = origin.base.origin
+    return False
 
 
 def compute_again(x: BandTensor) -> None:

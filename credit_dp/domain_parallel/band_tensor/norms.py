@@ -64,7 +64,8 @@ def _row_dim(x: Any) -> int | None:
 
 def _by_rows(x: BandTensor) -> BandTensor:
     """Return a field whose channels are in bands in bands of rows; a collective."""
-    rows = Band(-2, 1, x.domain.bounds(x.shape[-2]))
+    dim = -1 if x.ndim == 3 else -2  # not that of the channels
+    rows = Band(dim, 1, x.domain.bounds(x.shape[dim]))
     local = describe(x).in_order(with_rows(x, rows, x.domain, is_read_again=True))
     return BandTensor(local, rows, x.domain, x.stride())
 

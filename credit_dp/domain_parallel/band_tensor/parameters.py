@@ -172,6 +172,9 @@ def enter_whole(tensors: list[Tensor], domain: Domain) -> tuple[Tensor, ...]:
     return entered
 
 
+ORIGINAL = "_outside_of_model"  # of a tensor that a module has: the parameter that it stands for
+
+
 class _Replaced(NamedTuple):
     """An entry of a table of a module, and what the table has in place of it."""
 
@@ -196,8 +199,8 @@ class EnteredTensors:
         self._inside: set[int] = set()  # the ids of these tensors
         self._flat_weights: list[Callable[[], None]] = []
 
-    def enter(self, module: nn.Module) -> None:
-        """Replace the own tensors of a module.
+    def enter(self, module: nn.Module, is_start: bool = False) -> None:
+        """Replace the own tensors of a module, before the forward starts or when it calls this one.
 
         Parameters with a gradient by those of one node of autograd for each module: gradients are
         accumulated once those of all its parameters are there, and data parallelism sends them
@@ -213,11 +216,13 @@ class EnteredTensors:
             (name, x)
             for name, x in parameters.items()
             if x is not None and id(x) not in self._inside and _is_local(x)
+            # What the model has computed, as for `functional_call`, is inside already.
+            if is_start or isinstance(x, nn.Parameter)
         ]
         if found:
             # Another model that runs may have the module, too: the parameter itself, not what that
             # one has in place of it.
-            own: list[Any] = [getattr(x, "original", x) for _, x in found]
+            own: list[Any] = [getattr(x, ORIGINAL, x) for _, x in found]
             self._enter_parameters({id(x): x for x in own if id(x) not in self._entered})
             for (name, shown), parameter in zip(found, own, strict=True):
                 self._replace(parameters, name, shown, self._entered[id(parameter)])
@@ -236,7 +241,7 @@ class EnteredTensors:
             entered.update(zip(learning, every, strict=True))
         for key, x in entered.items():
             show_as_parameter(x)
-            x.original = parameters[key]  # type: ignore[attr-defined]
+            setattr(x, ORIGINAL, parameters[key])
             self._entered[key] = x
             self._inside.add(id(x))
 

@@ -194,6 +194,8 @@ def _not_in_place(func: Any) -> Any:
     packet = getattr(torch.ops.aten, short_name(func).removesuffix("_"), None)
     if func.namespace != "aten" or not short_name(func).endswith("_") or packet is None:
         return None
+    if [str(x.type) for x in schema.returns] != ["Tensor"]:  # of lists, as `_foreach_add_`
+        return None
     arguments = [(x.name, str(x.type)) for x in schema.arguments]
     for name in packet.overloads():
         found = getattr(packet, name)

@@ -426,7 +426,7 @@ class BandTensor(Tensor):
         """Return the values of the globe; a collective.
 
         As on one process the array shares the memory of the tensor if each rank holds all of it.
-        That of a band is one of a copy, which NumPy refuses to write to.
+        That of a band, or of a view with rows of one, is a copy, which NumPy refuses to write to.
         """
         if self.requires_grad and not force:
             return torch.empty(0, requires_grad=True).numpy()  # torch says what is wrong
@@ -434,11 +434,20 @@ class BandTensor(Tensor):
             BandTensor.keep_whole(self)
         values = self.read_values()
         array = values.numpy(force=force)
-        if values is self.local:
+        if values is self.local and not self._is_copied():
             self.domain.uncounted.add(values.untyped_storage())
         else:
             array.setflags(write=False)
         return array
+
+    def _is_copied(self) -> bool:
+        """Return whether a tensor is a view that does not share the memory of its base."""
+        origin = self.origin
+        while origin is not None and type(origin.base) is BandTensor:
+            if origin.is_copy:
+                return True
+            origin = origin.base.origin
+        return False
 
     def tolist(self) -> Any:
         """Return the values of the globe; a collective."""

@@ -23,7 +23,6 @@ from credit_dp.domain_parallel.band_tensor.tensor import (
     check_model_runs,
     domain_of,
     is_running,
-    no_memory,
     rule_for,
     tensors_in,
 )
@@ -125,13 +124,3 @@ def compare_shapes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     """Return whether two tensors have the same shape, as forward-mode derivatives have to."""
     x, y = args
     return bool(x.shape == y.shape)
-
-
-@rule_for("set_", "resize_.default", "resize_as_.default")
-def refuse(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Refuse to change what memory a tensor has.
-
-    Raises:
-        UserError: always.
-    """
-    raise no_memory(short_name(func))

@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from credit_dp.domain_parallel import DomainParallelManager
-from credit_dp.domain_parallel.band_tensor.boundary import Enter
+from credit_dp.domain_parallel import DomainParallelManager, gather_tensor, shard_tensor
+from credit_dp.domain_parallel.band_tensor.boundary import Enter, attach_domain
 from credit_dp.domain_parallel.band_tensor.moving import cut, whole
 from credit_dp.domain_parallel.band_tensor.tensor import Band, BandTensor, Domain
 from credit_dp.errors import UserError
@@ -437,3 +437,110 @@ def test_corners() -> None:
 @pytest.mark.slow
 def test_corners_with_a_row_for_each_rank() -> None:
     functions.check_table(CORNERS, 4, whole=None)
+
+
+# ---------------------------------------------------------------- what models keep and make
+
+
+def with_computed_weights(m: Model, x: Tensor) -> list[Tensor]:
+    """Call layers with weights that others of the model's are, or make."""
+    layer, rows = m.encoder.linear1, x.transpose(1, 3)
+    made = {"weight": layer.weight * 2, "bias": layer.bias * rows.mean()}
+    return [
+        torch.func.functional_call(layer, values, (rows,))
+        for values in (made, {"weight": layer.weight.detach() * m.scale.sum()})
+    ]
+
+
+def by_keyword(m: Model, x: Tensor) -> Tensor:
+    return m.encoder.linear1(input=x.transpose(1, 3))
+
+
+def frozen_before_a_write(m: Model, x: Tensor) -> Tensor:
+    layer, y = nn.Linear(x.shape[1], 3, dtype=x.dtype), x.transpose(1, 3) * 1
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.requires_grad_(False).fill_(0.5)
+    z = layer(y)
+    y += 1
+    return y.sum(-1, keepdim=True) * z
+
+
+def created_in_other_ways(m: Model, x: Tensor) -> list[Tensor]:
+    buffer = torch.ones(3, dtype=x.dtype).cumsum(0)
+    torch.zeros(3, out=buffer, dtype=x.dtype).add_(2)
+    sparse = torch.zeros(1, x.shape[-1], layout=torch.sparse_coo, dtype=x.dtype)
+    y = [x * 1, x * 2]
+    torch._foreach_add_(y, 1.0)
+    return [x * buffer[1], x + sparse.to_dense(), *y]
+
+
+def written_past_autograd(m: Model, x: Tensor) -> list[Tensor]:
+    """Read parts of a field, write to its data, and read them again."""
+    y = (x * 1).detach()
+    parts = [y[:, :, 3], y[:, :, ::2], y.unbind(2)[1], y.reshape(2, -1, 6)]
+    before = [part.sum() for part in parts]
+    y.data.add_(1)
+    return [y * x, *((part * part).sum() - old for part, old in zip(parts, before, strict=True))]
+
+
+def channels_in_bands(m: Model, x: Tensor) -> list[Tensor]:
+    y = x[:, 0]
+    return [F.group_norm(y, 1), F.batch_norm(y, None, None, training=True)]
+
+
+KEPT = (
+    with_computed_weights,
+    by_keyword,
+    frozen_before_a_write,
+    created_in_other_ways,
+    written_past_autograd,
+    channels_in_bands,
+)
+
+
+def test_what_models_make_of_their_own() -> None:
+    functions.check_table({function.__name__: function for function in KEPT}, 3, whole=None)
+
+
+class Keeping(nn.Module):
+    """Keeps in one forward what it uses in the next one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: dict[str, Any] = {}
+        self.scale = nn.Parameter(torch.ones(6, dtype=torch.float64))
+        self.scale.original = torch.zeros(6)  # type: ignore[attr-defined]
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.kept:
+            self.first = torch.zeros(6, dtype=x.dtype)
+            self.kept = {"same": self.first, "parts": [self.first[1:]]}
+            self.made = nn.Parameter(torch.ones(6, dtype=x.dtype))
+        self.first += 1
+        return x * self.scale * self.made * self.kept["same"] + self.kept["parts"][0].sum()
+
+
+def test_what_a_model_keeps_is_the_same_memory_and_learns() -> None:
+    x = torch.randn(1, 2, 7, 6, generator=seeded(0), dtype=torch.float64)
+
+    def two_steps(model: Keeping, x: Tensor) -> list[Tensor]:
+        outputs = []
+        for _ in range(2):
+            outputs.append(model(x))
+            outputs[-1].sum().backward()
+        assert float(model.kept["same"].sum()) == 12
+        assert model.made.grad is not None
+        assert model.scale.grad is not None
+        return [y.detach() for y in outputs] + [model.made.grad, model.scale.grad]
+
+    def on_rank(manager: DomainParallelManager) -> list[Tensor]:
+        model = Keeping()
+        attach_domain(model, manager, [tuple(x.shape)])
+        found = two_steps(model, shard_tensor(x, manager=manager))
+        outputs = [gather_tensor(y, manager=manager) for y in found[:2]]
+        return outputs + [manager.transport.all_reduce(grad) for grad in found[2:]]
+
+    expected = two_steps(Keeping(), x)
+    for found in on_threads(3, on_rank):
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)

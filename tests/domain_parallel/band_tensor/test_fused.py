@@ -82,4 +82,5 @@ def test_a_layer_is_one_node_as_long_as_its_model_computes_on_tensors_of_the_glo
     detach_domain(model)
     model(x)
     assert "forward" not in vars(model.layer)
-    assert model.nodes == ["ViewBackward0"]
+    (node,) = model.nodes
+    assert "View" in node  # by torch's operators again

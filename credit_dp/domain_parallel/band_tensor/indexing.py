@@ -97,8 +97,9 @@ def is_mask(x: Any) -> bool:
 def known(index: Any, domain: Domain, size: int = 1) -> Any:
     """Return an index of which all ranks know the values: these decide what is sent.
 
-    A dry run may not know them: it counts the messages for all rows of a dimension of `size` in
-    their order then. Of a mask it knows no number of entries either, which torch then says.
+    A dry run may not know them. Then it counts messages as if the index named all rows of a
+    dimension of `size`, in their order; of a mask torch raises that the number of entries depends
+    on data.
     """
     local = agreed(index, domain)
     if not isinstance(local, Tensor) or not has_no_data(local):

@@ -223,7 +223,7 @@ def _another_shape(func: Any, x: torch.Tensor, y: torch.Tensor) -> UserError:
 
 
 def change_shape_in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Change a tensor's own shape, as `transpose_` does: as the view does, and the wrapper's."""
+    """Change a tensor's own shape, as `transpose_` does: what it holds, and what it shows."""
     x = args[0]
     if type(x) is not BandTensor:
         raise UserError(f"{func}: changes the shape of a tensor that is no field, by a field.")

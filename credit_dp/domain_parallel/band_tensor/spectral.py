@@ -64,7 +64,7 @@ def transform(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def without_zeros(x: BandTensor, rows: Band) -> tuple[Band, Tensor] | None:
-    """Return the rows before those that are zero, if some are known to be: these aren't sent."""
+    """Return the rows up to the first of those known to be zero, which are not sent."""
     known = known_layouts(x)
     for band, local in known.parts.items() if known is not None else ():
         if isinstance(band, Band) and band[:2] == rows[:2] and band.height < rows.height:

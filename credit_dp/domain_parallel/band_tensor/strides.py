@@ -117,7 +117,7 @@ def describe(x: Any) -> Any:
     if kind is int or kind is float or kind is bool or kind is complex:
         return kind, x  # 1, 1.0 and True are equal, but not to torch
     if kind is list or kind is tuple:
-        # As the operator says of which type it takes a list, integers need not be told from others.
+        # An operator takes lists of one type: integers need no types beside them.
         return tuple(x) if {*map(type, x)} == INTEGERS else tuple([describe(each) for each in x])
     if isinstance(x, Tensor):
         known: Any = getattr(x, "described", PLAIN)

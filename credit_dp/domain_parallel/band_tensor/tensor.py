@@ -118,9 +118,9 @@ class Domain:
         uncounted: memory that may be written to without torch's count of it.
         reduced: the bands of tensors that were reduced over rows, by shape: their gradients have
             that shape, and get these bands.
-        sizes_before: of the size of a dimension of a view, and its number of entries, the sizes of
-            those that it was last made of, none if they are parts of others: rules cut it where
-            these begin, to be able to undo the view without moving rows.
+        sizes_before: the sizes of the dimensions that a view last joined into one, by the size of
+            this and the number of entries; none if only parts were joined. Rules cut the dimension
+            where one of these begins, so that the view can be undone without moving rows.
         has_model: whether tensors exist only while a model runs, see `check_model_runs`.
         decision: how the model came to compute on tensors of the globe.
         loss_factor: what training multiplies the loss by, as data parallelism averages over ranks.
@@ -536,7 +536,7 @@ RULES: dict[Any, Rule] = {}
 def rule_for(*names: str) -> Callable[[Rule], Rule]:
     """Register a rule for aten operators, by name: `name.overload`, or `name` for all of them.
 
-    Without an overload not for those that write to `out`, which are computed by the others.
+    A name alone leaves out the overloads that write to `out`: `write_results` computes these.
     """
 
     def register(rule: Rule) -> Rule:

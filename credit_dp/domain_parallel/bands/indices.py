@@ -2,7 +2,7 @@
 
 A slice of rows and a rising index leave each row on its rank. Rows in another order, as in shifted
 or dilated windows, get the bands that as many rows have. The adjoint, which adds rows at indices,
-chooses bands by which `taken_bounds` would have chosen those that it gets.
+chooses the bands from which `taken_bounds` would choose those of the rows that it adds.
 """
 
 from __future__ import annotations

@@ -315,7 +315,7 @@ class _Whole(nn.Module):
         return self.model(x)
 
 
-def _band_in_view(manager, model, x, weights):
+def _band_on_globe(manager, model, x, weights):
     model = copy.deepcopy(model)
     attach_domain(model, manager, [tuple(x.shape)])
     band = shard_tensor(x, manager=manager).clone().requires_grad_()
@@ -324,7 +324,7 @@ def _band_in_view(manager, model, x, weights):
     return outputs[0].detach(), *backward(model, band, outputs, local)[:2]
 
 
-VIEWED = {
+ON_GLOBE = {
     "unet": (UNET, (11, 7), False, "replicate"),
     "unet of far rows": (DEPTHWISE, (11, 7), True, "reflect"),
     "pangu": (PANGU, (13, 20), False, "replicate"),
@@ -341,15 +341,15 @@ VIEWED = {
         exhaustive=[("unet",), ("swin",)],
     ),
 )
-def test_the_global_view_of_a_region_equals_the_whole(name):
+def test_a_region_on_tensors_of_the_globe_equals_the_whole(name):
     torch.manual_seed(0)
-    config, grid, is_periodic, edges = VIEWED[name]
+    config, grid, is_periodic, edges = ON_GLOBE[name]
     config = type(config)(**vars(config) | {"edges": edges})
     model = _Whole(config, grid, False, is_periodic).double()
     x = torch.randn(2, _fields(config).inputs, *grid, dtype=torch.float64)
     (expected,), weights, input_grad, parameters, _ = run_whole(model, x)
     ranks = 2 if name == "crossformer" else 3
-    results = on_threads(ranks, _band_in_view, model, x, weights)
+    results = on_threads(ranks, _band_on_globe, model, x, weights)
     outputs, input_grads, grads = zip(*results, strict=True)
     assert_close(torch.cat(outputs, -2), expected.detach(), "output")
     assert_close(torch.cat(input_grads, -2), input_grad, "input gradient")

@@ -7,6 +7,7 @@ and says in its name what would break.
 from __future__ import annotations
 
 import sys
+import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
@@ -80,6 +81,26 @@ class DispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False
+
+
+class FakeModeOfThread(FakeTensorMode):  # type: ignore[no-untyped-call]
+    """Fake tensors in a thread that may end before the process does.
+
+    On a machine without a GPU, builds of torch for GPUs replace the driver by an object that ends
+    with the thread that has entered a mode. What asks the driver later, as the first backward pass
+    does, would crash. So the driver stays, which only fake tensors on a GPU would call.
+    """
+
+    @property
+    def avoid_device_init(self) -> bool:
+        return False
+
+
+def new_fake_mode(**settings: Any) -> FakeTensorMode:
+    """Return a mode of fake tensors for this thread, with torch's settings."""
+    is_main = threading.current_thread() is threading.main_thread()
+    kind = FakeTensorMode if is_main or torch.cuda.is_available() else FakeModeOfThread
+    return kind(**settings)
 
 
 def disable_torch_dispatch() -> AbstractContextManager[None]:

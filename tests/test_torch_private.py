@@ -35,6 +35,7 @@ from credit_dp.torch_private import (
     DispatchMode,
     DropoutNd,
     DynamicOutputShapeException,
+    FakeModeOfThread,
     FakeTensor,
     FakeTensorMode,
     MovedModule,
@@ -77,6 +78,7 @@ from credit_dp.torch_private import (
     never_compile,
     never_measure,
     new_fake,
+    new_fake_mode,
     new_wrapper,
     next_node_number,
     operator_of,
@@ -217,6 +219,17 @@ def test_a_plan_would_take_values_for_shapes():
     assert not is_fake_mode_active()
     with FakeTensorMode():
         assert is_fake_mode_active()
+
+
+def test_a_thread_would_take_the_driver_with_it():
+    assert type(new_fake_mode()) is FakeTensorMode
+    kinds = []
+    thread = threading.Thread(target=lambda: kinds.append(type(new_fake_mode())))
+    thread.start()
+    thread.join()
+    own = FakeTensorMode if torch.cuda.is_available() else FakeModeOfThread
+    assert kinds == [own]
+    assert not FakeModeOfThread().avoid_device_init
 
 
 # ---------------------------------------------------------------- tensors

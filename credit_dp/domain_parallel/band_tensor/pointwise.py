@@ -44,10 +44,11 @@ PRODUCTS_IN_PLACE = {aten.mul_.Tensor, aten.div_.Tensor, aten.mul_.Scalar, aten.
 SUMS = {aten.add.Tensor, aten.sub.Tensor}
 # They have not torch's tag of such operators.
 UNTAGGED = (
-    "complex", "polar", "_prelu_kernel", "_prelu_kernel_backward", "elu_backward", "hardswish",
-    "hardshrink_backward", "hardsigmoid_backward", "hardswish_backward", "hardtanh_backward",
-    "leaky_relu_backward", "log_sigmoid_forward", "log_sigmoid_backward", "mish_backward",
-    "rrelu_with_noise_backward", "softplus_backward", "softshrink_backward",
+    "_conj_physical", "_prelu_kernel", "_prelu_kernel_backward", "complex", "elu_backward",
+    "hardshrink_backward", "hardsigmoid_backward", "hardswish", "hardswish_backward",
+    "hardtanh_backward", "leaky_relu", "leaky_relu_backward", "log_sigmoid_backward",
+    "log_sigmoid_forward", "mish_backward", "polar", "rrelu_with_noise_backward",
+    "softplus_backward", "softshrink_backward",
 )  # fmt: skip
 # Backward finds entries by these: sums of parts have to have the same bits each time.
 EQUALITIES = {aten.eq.Tensor, aten.ne.Tensor}
@@ -272,9 +273,10 @@ def _remain_parts(func: Any, x: BandTensor, others: Sequence[Any], kwargs: dict[
 rule_for(*(f"{name}.default" for name in UNTAGGED), "masked_fill.Tensor")(pointwise)
 rule_for("floor_divide.default", "floor_divide.Scalar")(pointwise)
 rule_for("floor_divide_.Tensor", "floor_divide_.Scalar")(pointwise_in_place)
-rule_for("copy_", "fill_", "zero_", "masked_fill_", "gelu_", "hardswish_", "mish_", "threshold_")(
-    pointwise_in_place
-)
+rule_for(
+    "copy_", "fill_", "zero_", "masked_fill_", "celu_", "elu_", "gelu_", "hardsigmoid_",
+    "hardswish_", "hardtanh_", "leaky_relu_", "mish_", "selu_", "threshold_",
+)(pointwise_in_place)  # fmt: skip
 
 
 @rule_for("clone", "_to_copy", "alias", "detach", "lift_fresh_copy")

@@ -17,9 +17,9 @@ from torch import Tensor
 from credit_dp.torch_private import (
     DataDependentOutputException,
     DynamicOutputShapeException,
-    FakeTensorMode,
     UnsupportedOperatorException,
     disable_current_modes,
+    new_fake_mode,
 )
 
 # Values decide on the result's shape, or a user's operator says nothing of it.
@@ -28,6 +28,7 @@ UNKNOWN = (
     DynamicOutputShapeException,
     UnsupportedOperatorException,
 )
+FLASH_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 INTEGERS = {int}
 PLAIN = object()  # instead of what a tensor of the globe keeps
 
@@ -157,7 +158,7 @@ def result_strides(
 
 
 def _compute(func: Any, args: Any, kwargs: Any) -> tuple[Any, ...] | None:
-    mode = FakeTensorMode()
+    mode = new_fake_mode()
     mode.cache_enabled = False  # torch forgets the offset of a result that it has computed before
     try:
         with disable_current_modes(), mode:
@@ -168,6 +169,9 @@ def _compute(func: Any, args: Any, kwargs: Any) -> tuple[Any, ...] | None:
         if func.namespace != "aten":  # a user's, which has run, but has no function for it
             return None
         raise
+    if func is FLASH_ATTENTION and results[0].dtype is torch.float64:
+        # torch 2.11 says that its logarithms of sums are float32.
+        results = results[0], results[1].double()
     return tuple(
         described(x) if isinstance(x, Tensor) else None
         for x in (results if isinstance(results, list | tuple) else [results])

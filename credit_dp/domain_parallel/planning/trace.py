@@ -46,6 +46,7 @@ from credit_dp.torch_private import (
     buffers_of,
     disable_current_modes,
     is_compiler_imported,
+    new_fake_mode,
     parameters_of,
     schema_of,
     show_as_parameter,
@@ -432,27 +433,6 @@ class UncompiledRuns:
 run_uncompiled = UncompiledRuns()
 
 
-@final
-class _FakeModeOfThread(FakeTensorMode):  # type: ignore[no-untyped-call]
-    """Fake tensors in a thread that may end before the process does.
-
-    On a machine without a GPU, builds of torch for GPUs replace the driver by an object that ends
-    with the thread that has entered a mode. What asks the driver later, as the first backward pass
-    does, would crash. So the driver stays, which only fake tensors on a GPU would call.
-    """
-
-    @property
-    def avoid_device_init(self) -> bool:
-        return False
-
-
-def _fake_mode() -> FakeTensorMode:
-    """Return a mode of fake tensors for this thread."""
-    is_main = threading.current_thread() is threading.main_thread()
-    kind = FakeTensorMode if is_main or torch.cuda.is_available() else _FakeModeOfThread
-    return kind(allow_non_fake_inputs=True)
-
-
 @contextmanager
 def use_fake_tensors(model: nn.Module) -> Iterator[FakeTensorMode]:
     """Run on fake tensors, without gradients or autocast; restore buffers and random states.
@@ -470,7 +450,7 @@ def use_fake_tensors(model: nn.Module) -> Iterator[FakeTensorMode]:
     # It logs a traceback of an error that is raised in one line below.
     fake_logger.setLevel(logging.CRITICAL)
     try:
-        fake = _fake_mode()
+        fake = new_fake_mode(allow_non_fake_inputs=True)
         with (
             run_uncompiled(),
             fake,

@@ -119,7 +119,7 @@ def parts_of_all_kinds(x: Tensor, dim: int) -> list[Tensor]:
     n = x.shape[dim]
     return [
         x.narrow(dim, n // 2, n - n // 2),
-        torch.narrow_copy(x, dim, n // 2, n - n // 2),
+        torch.narrow_copy(x.detach(), dim, n // 2, n - n // 2),
         taken(x, dim, slice(n // 3, None, 2)),
         x.select(dim, n - 1),
         *x.split([1, n - 1], dim)[1:],

@@ -119,7 +119,7 @@ def reduce_rows(x: Tensor, *_: Tensor) -> Any:
     return [
         *(x.sum(2), x.mean((0, 2)), x.nansum((1, 2), keepdim=True), x.prod(2), x.prod()),
         *(x.amax(2), x.amin((1, 2)), x.max(2)[0], x.min(2, keepdim=True)[0], x.max()),
-        *(x.aminmax(dim=2), x.aminmax(), x.logsumexp((2, 3))),
+        *(x.detach().aminmax(dim=2), x.detach().aminmax(), x.logsumexp((2, 3))),
         *(x.var(2), x.std(), torch.var_mean(x, (2, 3)), torch.std_mean(x, 2, keepdim=True)),
         *((x * 0 + 3.1).std(2), x.var((0, 2), correction=0)),
         *(x.norm(dim=2), x.norm(), x.norm(3, (1, 2), True)),

@@ -34,7 +34,7 @@ def _planned(manager, model, shape):
 
 @pytest.mark.slow
 def test_a_plan_in_a_thread_leaves_the_driver_alone(monkeypatch):
-    """Torch would replace it by an object that ends with the thread; see `_FakeModeOfThread`."""
+    """Torch would replace it by an object that ends with the thread; see `FakeModeOfThread`."""
     calls = []
     monkeypatch.setattr(torch._C, "_ensureCUDADeviceGuardSet", lambda: calls.append(1))
     on_threads(2, lambda manager: _planned(manager, small_cnn(), (1, 2, 10, 6)))

@@ -57,8 +57,8 @@ from credit_dp.domain_parallel.band_tensor.tensor import BandTensor, is_band
 from credit_dp.domain_parallel.count_transport import CountingTransport
 from credit_dp.domain_parallel.decide import plan_report
 from credit_dp.domain_parallel.dry_run import dry_run
-from credit_dp.domain_parallel.functional import in_backward
 from credit_dp.domain_parallel.partition import ROW_DIM
+from credit_dp.torch_private import backward_pass
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
@@ -116,7 +116,11 @@ class LeastTraffic:
 
         def watched(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             kwargs = kwargs or {}
-            count = None if self._is_inside or in_backward() else self._counter(short_name(func))
+            count = (
+                None
+                if self._is_inside or (backward_pass() >= 0)
+                else self._counter(short_name(func))
+            )
             if count is None:
                 return dispatch(func, types, args, kwargs)
             self._is_inside = True

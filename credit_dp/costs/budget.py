@@ -25,8 +25,8 @@ from credit_dp.domain_parallel.build import declared_converters, shard_model
 from credit_dp.domain_parallel.convert import convert_to_domain_parallel
 from credit_dp.domain_parallel.count_transport import RankTraffic
 from credit_dp.domain_parallel.decide import Decision, counting_manager, plan_report
+from credit_dp.domain_parallel.partition import too_few_rows_messages
 from credit_dp.domain_parallel.planning.trace import copy_model
-from credit_dp.domain_parallel.row_tensors import row_shardings
 from credit_dp.errors import UserError
 from credit_dp.models import cast_model
 from credit_dp.physics.columns import Hybrid, PhysicalChannels, hybrid_of
@@ -69,7 +69,7 @@ def plan_step(config: Config) -> StepPlan:
     data = config.parallel.data or 1
     check_batch(config, data)
     model, shape = model_and_shape(config, data * microbatches_per_step(config))
-    report = _report(model, shape, config.parallel.domain, config, config.parallel.whole_ops)
+    report = _report(model, shape, config.parallel.domain, config)
     if report.problems or report.unplanned:
         return StepPlan(report, (), None)
     if config.parallel.pipeline == 1:
@@ -365,7 +365,7 @@ def model_budget(model: nn.Module, report: Decision, config: Config) -> list[Ran
     moments = moments_per_parameter(model, config)
     traffic = [a + b for a, b in zip(report.forward, report.backward, strict=True)]
     budgets = {"ddp": replicated_budget(model, replicas, moments)}
-    if replicas > 1 and not report.has_row_tensors:
+    if replicas > 1:
         sharded = _converted_copy(model, report)
         budgets["fsdp2"] = sharded_budget(
             sharded, config.parallel, replicas, microbatches, moments=moments
@@ -480,8 +480,7 @@ def _stage_budgets(
         for stage, per_parameter in zip(stages, moments, strict=True)
     ]
     budgets = {"ddp": _sum_budgets(replicated)}
-    has_row_tensors = any(by_name for stage in stages for _, by_name in row_shardings(stage.module))
-    if replicas > 1 and not has_row_tensors:
+    if replicas > 1:
         gathers = count_gathers(order)
         sharded = [
             sharded_budget(
@@ -592,7 +591,6 @@ def _converted_copy(model: nn.Module, report: Decision) -> nn.Module:
         copy_model(model),
         counting_manager(report.ranks),
         custom_converters=declared_converters(model),
-        whole_ops="refuse",
     )
 
 
@@ -643,18 +641,15 @@ def compare_meshes(
     _check_up_to(config.parallel, up_to)
     largest = config.model.coarsest_rows(shape[-2])
     meshes: list[MeshBudget] = []
-    whole_ops = "refuse"
     for domain in domain_sizes(min(largest, up_to)):
-        report = _report(model, shape, domain, config, config.parallel.whole_ops)
+        report = _report(model, shape, domain, config)
         if report.problems or report.unplanned:
             limit = next(iter(report.problems), report.unplanned)
             return MeshComparison(up_to, tuple(meshes), limit)
         meshes.append(_mesh_budget(model, report, config, up_to // domain))
-        if report.refusal:  # of its layers, which says nothing about the number of ranks
-            whole_ops = config.parallel.whole_ops
     limit = ""
-    if largest < up_to:
-        limit = next(iter(_report(model, shape, largest + 1, config, whole_ops).problems), "")
+    if largest < up_to and not report.refusal:  # what computes on the globe may have empty bands
+        (limit,) = too_few_rows_messages({largest: ""}, largest + 1)
     return MeshComparison(up_to, tuple(meshes), limit)
 
 
@@ -664,15 +659,13 @@ def domain_sizes(largest: int) -> Iterator[int]:
     yield largest
 
 
-def _report(
-    model: nn.Module, shape: tuple[int, ...], domain: int, config: Config, whole_ops: str
-) -> Decision:
+def _report(model: nn.Module, shape: tuple[int, ...], domain: int, config: Config) -> Decision:
     return plan_report(
         model,
         shape,
         domain,
         custom_converters=declared_converters(model),
-        whole_ops=whole_ops,
+        whole_ops=config.parallel.whole_ops,
         whole_ops_limit=config.parallel.whole_ops_limit,
         # On one rank, too: what a model checkpoints by itself would not be counted.
         recomputed=recomputed_modules(model, config, max(domain, 2)),

@@ -10,13 +10,10 @@ from typing import Any
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized, type_before_parametrizations
 
-from credit_dp.domain_parallel.functional import ShardingContext, attach_context, detach_context
 from credit_dp.domain_parallel.halo_exchange import HaloExchange
 from credit_dp.domain_parallel.layers.base import RowLayer, overridden_method, torch_layer_type
 from credit_dp.domain_parallel.manager import DomainParallelManager
-from credit_dp.domain_parallel.planning.audit import NAME_RULE
 from credit_dp.domain_parallel.planning.trace import user_line_of
-from credit_dp.domain_parallel.row_tensors import RowSharding, row_shardings, set_row_shardings
 from credit_dp.domain_parallel.rules import CONTAINERS, REGISTERED, RULES
 from credit_dp.domain_parallel.shared_exchange import detach_shared_exchanges
 from credit_dp.errors import UserError
@@ -31,8 +28,10 @@ Converter = Callable[[Any], nn.Module]
 # A converted model holds its `Conversion` in this attribute.
 CONVERSION_ATTRIBUTE = "_domain_parallel_conversion"
 _HOW_TO_REGISTER = (
-    f"{NAME_RULE}. The replacement, which may be the module itself, is trusted and not checked: it "
-    "has to act on each row separately, unless it is a RowLayer"
+    "Name a rule for a module's type in row_rules of the model, or in Python pass "
+    "custom_converters={TYPE: function(module) -> replacement}. The replacement, which may be the "
+    "module itself, is trusted and not checked: it has to act on each row separately, unless it is "
+    "a RowLayer"
 )
 
 
@@ -72,9 +71,8 @@ class Conversion:
         custom_converters: module type (exact) -> function from the module to its replacement.
 
     Attributes:
-        context: the sharding context of the converted model's code.
         problems: why layers can't be converted; they stay.
-        trusted: replacements from `custom_converters`, whose code is not audited.
+        trusted: replacements from `custom_converters`, whose code is not compared.
         converted_counts: the number of domain-parallel layers, by type.
         user_leaf_counts: the number of kept layers without children that are not torch's, by type.
     """
@@ -84,7 +82,6 @@ class Conversion:
     ) -> None:
         self.manager = manager
         self.custom_converters = custom_converters
-        self.context = ShardingContext(manager)
         self.problems: list[str] = []
         self.is_applied = False
         self.trusted: list[nn.Module] = []
@@ -94,7 +91,6 @@ class Conversion:
         self._replaced_children: list[tuple[nn.Module, str, nn.Module, nn.Module]] = []
         self._left_alone: list[tuple[nn.Module, str, nn.Module, RowLayer]] = []
         self._original: nn.Module | None = None
-        self._shardings: list[tuple[nn.Module, dict[str, RowSharding]]] = []
         self._previous: Conversion | None = None
 
     def apply(self, model: nn.Module) -> nn.Module:
@@ -104,13 +100,11 @@ class Conversion:
             WrongRuleError: a rule fails; the model is as it was.
         """
         self._original = model
-        self._shardings = row_shardings(model)
         try:
             converted = self.convert(model, "")
         except WrongRuleError:
             self.undo(model)
             raise
-        attach_context(converted, self.context)
         self._previous = converted.__dict__.get(CONVERSION_ATTRIBUTE)
         converted.__dict__[CONVERSION_ATTRIBUTE] = self
         self.is_applied = True
@@ -194,7 +188,7 @@ class Conversion:
                 f"{path or 'model'}: {kind.__name__} has no rule for bands of rows. "
                 f"{_HOW_TO_REGISTER}"
             )
-        # Code of the user's stays: the audit proves that it keeps rows apart.
+        # Code of the user's stays: the plan proves that it keeps rows apart.
         if not children_of(module):
             self.user_leaf_counts[kind.__name__] += 1
         return self._convert_children(module, path)
@@ -216,8 +210,6 @@ class Conversion:
         """
         self.is_applied = False
         detach_shared_exchanges(converted)
-        set_row_shardings(converted, self._shardings)
-        detach_context(converted, self.context)
         replaced = self._replaced_children
         originals = {layer: original for _, _, original, layer in replaced if layer is not original}
         for parent in {*converted.modules(), *(parent for parent, *_ in replaced)}:
@@ -234,7 +226,6 @@ class Conversion:
 
     def undo_all(self, converted: nn.Module) -> nn.Module:
         """Undo this conversion and the earlier ones of the same model."""
-        self._shardings = []
         original = self.undo(converted)
         return self._previous.undo_all(original) if self._previous else original
 

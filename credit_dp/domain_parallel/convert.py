@@ -46,7 +46,6 @@ from credit_dp.domain_parallel.decide import (
     whole_call_line,
 )
 from credit_dp.domain_parallel.dry_run import row_layers
-from credit_dp.domain_parallel.functional import attached_contexts, leave_context
 from credit_dp.domain_parallel.layers.base import RowLayer
 from credit_dp.domain_parallel.layers.depthwise import DepthwiseLayer
 from credit_dp.domain_parallel.manager import DomainParallelManager
@@ -57,7 +56,6 @@ from credit_dp.domain_parallel.parameter_check import (
 from credit_dp.domain_parallel.partition import FIELD_DIMS, ROW_DIM, validate_sharding_constraints
 from credit_dp.domain_parallel.planned_run import active_planner
 from credit_dp.domain_parallel.planning.model_plan import InputFactory, Shape, as_shapes
-from credit_dp.domain_parallel.row_tensors import row_shardings, set_row_shardings
 from credit_dp.domain_parallel.rules import (
     _needs_halo_conv2d,
     _needs_halo_conv3d,
@@ -129,7 +127,7 @@ def convert_to_domain_parallel(
         input_shape: the shape of the global input with its batch, `(B, C, H, W)`, or a tuple of
             shapes for several inputs. The model then accepts any batch size. Without it the first
             forward plans, which gathers every rank's number of rows once.
-        whole_ops: `allow`, or `refuse` to accept only models whose layers and code have rules.
+        whole_ops: `allow`, or `refuse` to accept only models of which no function runs whole.
         whole_ops_limit: refuse a model if what runs whole makes a rank hold more than this many
             times the activations that it would hold if everything had a rule, and at least 256 MiB
             more; None for no limit.
@@ -139,8 +137,7 @@ def convert_to_domain_parallel(
 
     Raises:
         UserError: the model can't be computed on bands exactly, or a rank would hold too much. With
-            `refuse`: a layer has no rule, a level has fewer rows than ranks, or code between the
-            layers couples rows.
+            `refuse`: a function has no rule for bands.
     """
     check_shard_dim(shard_dim, len(as_shapes(input_shape)[0]) if input_shape else None)
     if whole_ops not in ("allow", "refuse"):
@@ -149,7 +146,7 @@ def convert_to_domain_parallel(
         return model
     remove_planning_hook(model)
     detach_domain(model)
-    wanted = Wanted(whole_ops == "allow", whole_ops_limit)
+    wanted = Wanted(whole=whole_ops == "allow", limit=whole_ops_limit)
     conversion = Conversion(manager, custom_converters or {})
     converted = conversion.apply(model)
     if input_shape is not None:
@@ -160,15 +157,13 @@ def convert_to_domain_parallel(
         return sharded
     if conversion.problems:
         conversion.undo(converted)
-        if not wanted.globe:
-            raise UserError(conversion.problems[0])
         hook = PlanAtFirstForward(conversion, shard_dim, wanted)
         # First, as all other hooks shall see fields of the globe.
         model.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
         add_parameter_check(model, manager)
         return model
     # A root that was replaced is a layer, which can't be replaced while it runs.
-    wanted = wanted._replace(globe=wanted.globe and converted is model)
+    wanted = wanted._replace(globe=converted is model)
     hook = PlanAtFirstForward(conversion, shard_dim, wanted)
     converted.register_forward_pre_hook(hook, with_kwargs=True)
     add_parameter_check(converted, manager)
@@ -270,19 +265,7 @@ def replan(model: nn.Module, input_shape: Shape | Sequence[Shape]) -> None:
             "convert_to_domain_parallel."
         )
     conversion: Conversion = model.__dict__[CONVERSION_ATTRIBUTE]
-    previous_shardings = row_shardings(model)
-    previous_layers = [(context, context.layers) for context in attached_contexts(model)]
-    set_row_shardings(model, [])
-    for context, _ in previous_layers:
-        context.layers = {}
-    try:
-        decision = plan_layers(model, conversion, shapes, Wanted(globe=False))
-    except UserError:
-        set_row_shardings(model, previous_shardings)
-        for context, layers in previous_layers:
-            context.layers = layers
-        raise
-    carry_out(decision, model, conversion)
+    carry_out(plan_layers(model, conversion, shapes, Wanted(globe=False)), model, conversion)
     remove_planning_hook(model)
 
 
@@ -344,13 +327,9 @@ class PlanAtFirstForward:
         elif not wanted.globe:
             decision = plan_layers(model, conversion, shapes, wanted, inputs)
         else:
-            contexts = attached_contexts(model, recursive=False)
             decision = decide(model, conversion, shapes, wanted, inputs)
             if decision.refusal:
                 self.refusals = [decision.refusal]
-                # The model's forward is about to run: its context was entered.
-                for context in contexts:
-                    leave_context(context)
         carry_out(decision, model, conversion)
 
     def _global_shape(self, x: Tensor) -> Shape:
@@ -410,21 +389,14 @@ def conversion_summary(
     parts = [_format_counts(conversion.converted_counts) or "no layer mixes rows"]
     if conversion.user_leaf_counts:
         parts.append(
-            f"layers of your own, kept and audited: {_format_counts(conversion.user_leaf_counts)}"
+            f"layers of your own, kept and compared: {_format_counts(conversion.user_leaf_counts)}"
         )
     trusted = Counter(type(module).__name__ for module in conversion.trusted)
     if trusted:
         parts.append(f"trusted: {_format_counts(trusted)}")
     if decision is None:
-        parts.append("planned and audited at the first forward")
+        parts.append("planned and compared at the first forward")
     else:
-        sharded_tensors = [
-            sharding.path
-            for _, shardings in row_shardings(model)
-            for sharding in shardings.values()
-        ]
-        if sharded_tensors:
-            parts.append(f"cut into bands: {', '.join(sharded_tensors)}")
         transposing = [
             path
             for path, layer in row_layers(model).items()

@@ -29,21 +29,22 @@ from credit_dp.domain_parallel.count_transport import CountingTransport, RankTra
 from credit_dp.domain_parallel.decisions import AssumedValue, UnplannedError
 from credit_dp.domain_parallel.dry_run import DryRun, WholeCall, dry_run
 from credit_dp.domain_parallel.manager import DomainParallelManager
-from credit_dp.domain_parallel.partition import ROW_DIM, RowPartition, too_few_rows_messages
-from credit_dp.domain_parallel.planning.audit import AuditError
+from credit_dp.domain_parallel.partition import (
+    ROW_DIM,
+    RowPartition,
+    is_banded,
+    too_few_rows_messages,
+)
 from credit_dp.domain_parallel.planning.model_plan import (
     GlobalForwardError,
     InputFactory,
     Shape,
     as_shapes,
     empty_inputs,
-    find_heights,
-    is_banded,
     plan_calls,
 )
 from credit_dp.domain_parallel.planning.shape_memo import ShapeMemo
 from credit_dp.domain_parallel.recomputation import checkpointed
-from credit_dp.domain_parallel.row_tensors import row_shardings
 from credit_dp.errors import UserError
 from credit_dp.process import no_garbage_collection
 
@@ -104,8 +105,6 @@ class Decision:
         parameter_bytes: their size.
         whole_ops_limit: of the activations that a rank holds, over the least that it could.
         bands: of the fields of converted layers, or of the inputs.
-        has_row_tensors: whether a parameter or buffer has a row for each row of the globe, as
-            position embeddings do, and is cut into bands.
         problems: all reasons why the model can't be sharded like this.
         refusal: the reason why its layers can't be converted.
         unplanned: the reason why nothing is known of the costs of a model that can be trained.
@@ -126,7 +125,6 @@ class Decision:
     parameter_bytes: int
     whole_ops_limit: float | None = None
     bands: tuple[RowPartition, ...] = ()
-    has_row_tensors: bool = False
     problems: tuple[str, ...] = ()
     refusal: str = ""
     unplanned: str = ""
@@ -222,12 +220,14 @@ class Wanted(NamedTuple):
 
     Attributes:
         globe: whether the model may compute on tensors of the globe.
+        whole: whether functions may run whole then.
         limit: as `whole_ops_limit` of `convert_to_domain_parallel`.
         costs: whether the costs of a training step are counted, and all problems listed.
         recomputed: paths of the modules that backward computes again; "" stands for the model.
     """
 
     globe: bool = True
+    whole: bool = True
     limit: float | None = DEFAULT_LIMIT
     costs: bool = False
     recomputed: Sequence[str] = ()
@@ -263,7 +263,9 @@ def plan_report(
     shapes = as_shapes(input_shape)
     conversion = Conversion(counting_manager(ranks), custom_converters or {})
     converted = conversion.apply(model)
-    wanted = Wanted(whole_ops == "allow", whole_ops_limit, True, recomputed)
+    wanted = Wanted(
+        whole=whole_ops == "allow", limit=whole_ops_limit, costs=True, recomputed=recomputed
+    )
     try:
         return decide(converted, conversion, shapes, wanted)
     finally:
@@ -301,16 +303,12 @@ def decide(
         try:
             decision = plan_layers(converted, conversion, shapes, wanted, inputs)
             return _with_costs(decision, converted, conversion, wanted)
-        except AuditError as error:
-            refusals = list(dict.fromkeys(error.refusals))
         except GlobalForwardError as error:
             refusals, cause = [str(error)], error
         except UserError as error:
             refusals = [str(error)]
     if not wanted.globe:
         decision = _decision(converted, manager, shapes, wanted)
-        if wanted.costs:
-            decision, refusals = _list_levels(decision, converted, conversion, refusals)
         conversion.undo(converted)
         return replace(decision, problems=tuple(refusals), cause=cause and cause.__cause__)
     # A first forward may have layers of earlier conversions, without rules for fields.
@@ -345,15 +343,10 @@ def plan_layers(
     """
     manager = conversion.manager
     with conversion.all_layers(), manager.bands.undone_on_error():
-        if manager.domain_parallel_size == 1:
-            heights = set(find_heights(model, shapes, conversion.trusted))
-        else:
-            make_inputs = inputs or empty_inputs(model, shapes)
-            planner = plan_calls(model, manager, list(shapes), make_inputs, conversion.trusted)
-            heights = planner.heights() | set(_heights(shapes))
-    bands = tuple(manager.bands[height] for height in sorted(heights))
-    decision = _decision(model, manager, shapes, wanted)
-    return replace(decision, bands=bands, has_row_tensors=bool(row_shardings(model)))
+        make_inputs = inputs or empty_inputs(model, shapes)
+        planner = plan_calls(model, manager, list(shapes), make_inputs, conversion.trusted)
+    bands = tuple(manager.bands[height] for height in sorted(planner.heights))
+    return replace(_decision(model, manager, shapes, wanted), bands=bands)
 
 
 def _heights(shapes: Sequence[Shape]) -> list[int]:
@@ -406,23 +399,6 @@ def _with_every_rank(
         saved_bytes=tuple(by_bands[sizes].saved_bytes for sizes in bands),
         recomputed_bytes=tuple(by_bands[sizes].recomputed_bytes for sizes in bands),
     )
-
-
-def _list_levels(
-    decision: Decision, converted: nn.Module, conversion: Conversion, refusals: list[str]
-) -> tuple[Decision, list[str]]:
-    """Return a refused decision with its balanced bands, and its problems.
-
-    Levels with too few rows are problems beside layers without a rule, and come before all others.
-    """
-    try:
-        with conversion.all_layers():
-            heights = find_heights(converted, decision.input_shapes, conversion.trusted)
-    except UserError as error:
-        return decision, [*conversion.problems, str(error)]
-    bands = tuple(conversion.manager.bands[h] for h in heights)
-    too_few = too_few_rows_messages(heights, decision.ranks)
-    return replace(decision, bands=bands), [*conversion.problems, *too_few] if too_few else refusals
 
 
 # -------------------------------------------------------------------------- tensors of the globe
@@ -506,9 +482,14 @@ def _run_on_globe(
             other = step(manager=aligned, rank=_largest_and_smallest(aligned, heights)[0])
             if other.forward_bytes < run.forward_bytes:
                 planned, run = aligned, other
+    check_limit(model, shapes, inputs, run, wanted.limit)
+    if not wanted.whole and run.whole_calls:
+        raise UserError(
+            f"parallel.whole_ops=refuse: {'; '.join(whole_call_lines(run.whole_calls))}. Set "
+            "parallel.whole_ops=allow to let each rank gather the rows."
+        )
     for partition in planned.bands.planned_partitions:
         manager.bands.register(partition)
-    check_limit(model, shapes, inputs, run, wanted.limit)
     most, fewest = _largest_and_smallest(manager, heights)
     # What a function may do can depend on the size of a band. Forward is enough to see it.
     return [run] if fewest == most else [run, step(rank=fewest, backward=False)]

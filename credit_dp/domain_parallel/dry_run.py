@@ -42,18 +42,16 @@ from credit_dp.domain_parallel.decisions import (
     KnownValues,
     UnplannedError,
 )
-from credit_dp.domain_parallel.functional import attached_contexts, in_backward
 from credit_dp.domain_parallel.layers.base import Bands, RowLayer
 from credit_dp.domain_parallel.lower_bound import TrafficLowerBound
 from credit_dp.domain_parallel.manager import DomainParallelManager
-from credit_dp.domain_parallel.partition import ROW_DIM, RowPartition
+from credit_dp.domain_parallel.partition import ROW_DIM, RowPartition, is_banded
 from credit_dp.domain_parallel.planning.model_plan import (
     GlobalForwardError,
     InputFactory,
     Shape,
     empty_inputs,
     failure_message,
-    is_banded,
 )
 from credit_dp.domain_parallel.planning.shape_memo import ShapeMemo, tensors_in
 from credit_dp.domain_parallel.planning.trace import (
@@ -70,6 +68,7 @@ from credit_dp.errors import UserError
 from credit_dp.torch_private import (
     FakeTensor,
     UnsupportedOperatorException,
+    backward_pass,
     next_node_number,
     running_node_number,
 )
@@ -250,7 +249,7 @@ class _DryRunMode(PlanningMode):
                 raise
         self._known.note(func, args, kwargs, result)
         packet = func.overloadpacket
-        if packet in flop_registry and not in_backward():
+        if packet in flop_registry and backward_pass() < 0:
             self.recorder.add_work(int(flop_registry[packet](*args, **kwargs, out_val=result)))
         if launches_kernel(func) and any(
             type(x) is FakeTensor for x in tensors_in([args, list(kwargs.values()), result])
@@ -304,7 +303,7 @@ class _Recorder:
         """
         bands = [x for x in tensors if is_band(x)]
         if (
-            in_backward()
+            backward_pass() >= 0
             or self.costs is not None
             or not (bands or any(map(self._is_whole, tensors)))
         ):
@@ -444,7 +443,7 @@ class _Recorder:
                 ) -> None:
                     # After an error the failed module stays the innermost. If the model handled the
                     # error, the modules above it are still in the list.
-                    failed = output is None and not in_backward()
+                    failed = output is None and backward_pass() < 0
                     if failed and isinstance(module, RowLayer):
                         self.count_for(*(self.running[-2:-1] or [_CounterKey("")])[0])
                         return
@@ -566,10 +565,9 @@ def _as_rank(
     stage: int | None,
 ) -> Iterator[tuple[DomainParallelManager, Domain | None]]:
     """Let a model compute as one of the ranks; return its manager, and its domain if it has one."""
-    functional_layers = nn.ModuleList([*row_layers(model).values()])
     before = manager.rank, manager.transport
     ranks = manager.domain_parallel_size
-    with preserve_model(model), preserve_model(functional_layers):
+    with preserve_model(model):
         try:
             if not on_globe:
                 if rank != manager.domain_rank:
@@ -660,10 +658,8 @@ def _run(
 
 
 def row_layers(model: nn.Module) -> dict[str, RowLayer]:
-    """Return the sharded layers of a planned model by path; those of `functional` by call."""
-    layers = {name: m for name, m in model.named_modules() if isinstance(m, RowLayer)}
-    calls = (items for context in attached_contexts(model) for items in context.layers.items())
-    return layers | {call: layer for (call, _), layer in calls}
+    """Return the converted layers of a model by path."""
+    return {name: m for name, m in model.named_modules() if isinstance(m, RowLayer)}
 
 
 def _bands_of_call(module: nn.Module, args: tuple[Any, ...]) -> Bands | None:

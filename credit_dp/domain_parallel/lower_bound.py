@@ -7,14 +7,13 @@ from typing import final
 
 from torch import Tensor
 
-from credit_dp.domain_parallel.functional import in_backward
 from credit_dp.domain_parallel.halo_exchange import row_bytes
 from credit_dp.domain_parallel.layers.base import Bands, RowLayer
 from credit_dp.domain_parallel.layers.depthwise import DepthwiseLayer
 from credit_dp.domain_parallel.layers.norm import ReductionLayer
 from credit_dp.domain_parallel.layers.row_groups import DomainParallelRowGroups
 from credit_dp.domain_parallel.partition import RowPartition
-from credit_dp.torch_private import version_of
+from credit_dp.torch_private import backward_pass, version_of
 
 # A global row and the rank that receives it.
 RowTransfer = tuple[int, int]
@@ -70,13 +69,13 @@ class TrafficLowerBound:
         """Add `rows` rows of `x`, twice if their gradients are returned in backward."""
         # Activation checkpointing runs a forward again within backward: it fetches again, but its
         # gradients were counted the first time.
-        directions = 2 if x.requires_grad and not in_backward() else 1
+        directions = 2 if x.requires_grad and backward_pass() < 0 else 1
         self.bytes[source] += rows * row_size * directions
 
     def _not_yet_transferred(self, transfers: set[RowTransfer], x: Tensor) -> set[RowTransfer]:
         """Return new transfers only: layers that read the same tensor can share them."""
         self._tensors.append(x)
-        transferred = self._transferred[id(x), version_of(x), in_backward()]
+        transferred = self._transferred[id(x), version_of(x), backward_pass() >= 0]
         new = transfers - transferred
         transferred |= new
         return new

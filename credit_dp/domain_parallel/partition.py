@@ -8,7 +8,7 @@ the same for all layers and on all ranks: the height alone says which rows each 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -222,6 +222,11 @@ def falls_into_equal_parts(size: int, parts: int) -> bool:
 # Attributes in which attention modules hold their window.
 WINDOW_ATTRIBUTES = ("window_size", "window")
 STRIDED_CONVS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+
+
+def is_banded(shape: Sequence[int]) -> bool:
+    """Return whether a tensor of this whole-globe shape is cut into bands."""
+    return len(shape) >= FIELD_DIMS and shape[ROW_DIM] > 1
 
 
 def too_few_rows_messages(heights: Mapping[int, str], ranks: int) -> list[str]:

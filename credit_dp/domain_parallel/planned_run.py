@@ -1,4 +1,4 @@
-"""The planner of the run without data that is in progress, as layers and functions see it."""
+"""What layers see of how a model runs: on tensors of the globe, or without data for a plan."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ import torch
 from torch import Tensor
 
 
-class ActivePlanner(Protocol):
-    """What layers and functions ask of a `planning.planner.Planner`."""
+class GlobeTensor(Tensor):
+    """A tensor of the globe, whose operators know what its rows are: the base of `BandTensor`."""
 
-    names: dict[Any, str]
+
+class ActivePlanner(Protocol):
+    """What layers ask of a run of `planning.comparison`."""
 
     @property
     def is_global_run(self) -> bool:
@@ -20,9 +22,6 @@ class ActivePlanner(Protocol):
 
     def call_layer(self, layer: Any, x: Tensor, *others: Tensor) -> Any:
         """Return the output of a sharded layer in the current run: replaces its forward."""
-
-    def band_of_parameter(self, parameter: Tensor, rows: Any, path: str) -> Tensor:
-        """Return this run's band of a parameter or buffer with a row for each row of the globe."""
 
 
 planner_of_run: ContextVar[ActivePlanner | None] = ContextVar("active planner", default=None)

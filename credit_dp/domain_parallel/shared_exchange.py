@@ -3,7 +3,7 @@
 Layers that are called with the same tensor, as the branches of a block, need overlapping rows of
 it. Instead of one exchange each, the first layer that is called fetches the rows of all of them:
 
-1. After planning, `share_exchanges` finds such layers in the traces of the model, and attaches a
+1. After planning, `share_exchanges` finds such layers in the runs without data, and attaches a
    `SharedExchange` to each group of them.
 2. Hooks open it while the innermost module around the layers runs, and close it afterwards, so that
    no rows are kept longer than needed.
@@ -32,7 +32,7 @@ from credit_dp.domain_parallel.halo_exchange import (
 )
 from credit_dp.domain_parallel.layers.base import Bands, StencilLayer
 from credit_dp.domain_parallel.partition import RowPartition
-from credit_dp.domain_parallel.planning.trace import Trace
+from credit_dp.domain_parallel.planning.comparison import LayerRead
 from credit_dp.domain_parallel.transport import Transport
 from credit_dp.torch_private import forward_pre_hooks, remove_hooks, version_of
 
@@ -258,17 +258,14 @@ def detach_shared_exchange(scope: nn.Module, shared: SharedExchange) -> None:
 ReaderGroup = tuple[str, ...]
 
 
-def reader_groups(trace: Trace) -> frozenset[ReaderGroup]:
-    """Return for each tensor the layers that were called with it in the run of the global model.
+def reader_groups(reads: Iterable[LayerRead]) -> frozenset[ReaderGroup]:
+    """Return for each tensor the layers that were called with it in a run.
 
     A tensor that is written to counts as another one.
     """
-    by_tensor: dict[tuple[int, int | None], list[str]] = defaultdict(list)
-    for step in trace.steps:
-        layer_name = step.arguments.get("label")
-        if step.op is None and isinstance(layer_name, str) and step.arguments["inputs"]:
-            version: int | None = step.arguments["version"]
-            by_tensor[step.arguments["inputs"][0].number, version].append(layer_name)
+    by_tensor: dict[tuple[int, int], list[str]] = defaultdict(list)
+    for read in reads:
+        by_tensor[read.tensor, read.version].append(read.name)
     return frozenset(tuple(sorted(names)) for names in by_tensor.values())
 
 

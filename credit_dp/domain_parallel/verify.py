@@ -23,7 +23,8 @@ from credit_dp.domain_parallel.conversion import Converter
 from credit_dp.domain_parallel.convert import convert_to_domain_parallel
 from credit_dp.domain_parallel.halo_exchange import shard_tensor
 from credit_dp.domain_parallel.manager import DomainParallelManager
-from credit_dp.domain_parallel.planning.model_plan import Shape, as_shapes, is_banded
+from credit_dp.domain_parallel.partition import is_banded
+from credit_dp.domain_parallel.planning.model_plan import Shape, as_shapes
 from credit_dp.domain_parallel.planning.trace import copy_model, named_leaves
 from credit_dp.domain_parallel.thread_ranks import ThreadRanks
 from credit_dp.domain_parallel.transport import ThreadTransport, ThreadWorld

@@ -13,7 +13,7 @@ from torch import nn
 
 from credit_dp.config import ModelConfig
 from credit_dp.domain_parallel.band_tensor.boundary import attached_domain
-from credit_dp.domain_parallel.functional import attached_contexts, is_user_module
+from credit_dp.domain_parallel.layers.base import RowLayer
 from credit_dp.domain_parallel.layers.resample import InterpolationLayer
 from credit_dp.errors import UserError
 from credit_dp.torch_private import compile_backward_without_autocast
@@ -32,20 +32,24 @@ def obstacle_to_compilation(model: nn.Module, model_config: ModelConfig) -> str:
             "this model computes on tensors of the globe, whose functions can't be compiled. It "
             "runs uncompiled. On a GPU set compile=false and trainer.cuda_graph=true instead."
         )
-    contexts = attached_contexts(model)  # none of a model that is not sharded
-    if contexts and torch.__version__ < "2.12":
+    layers = _converted_layers(model)
+    if layers and torch.__version__ < "2.12":
         return (
             f"torch {torch.__version__} computes wrong gradients of compiled sharded layers. The "
             "model runs uncompiled. Install torch 2.12 or newer to compile it."
         )
     by_key = bool(getattr(model_config, "activation_checkpointing", False))
-    if contexts and (by_key or any(context.is_recomputed for context in contexts)):
+    if layers and (by_key or any(layer.is_recomputed for layer in layers)):
         return (
             "a sharded model that recomputes blocks can't be compiled. It runs uncompiled. To "
             "compile it set model.activation_checkpointing=false, or remove torch.utils.checkpoint "
             "from its code; trainer.checkpoint_activations=step saves memory, too."
         )
     return ""
+
+
+def _converted_layers(model: nn.Module) -> list[RowLayer]:
+    return [module for module in model.modules() if isinstance(module, RowLayer)]
 
 
 VERSIONS_OF_MODULE = 8  # of compiled code that a module may have
@@ -84,7 +88,7 @@ def compile_model(model: nn.Module, device: torch.device) -> None:
     copies = 1
     if not units:
         model.compile(dynamic=False)
-        if attached_contexts(model):
+        if _converted_layers(model):
             copies = _most_copies_of_code(model)
     else:
         # The model itself is a unit, too: the first one, and the only one without blocks.
@@ -104,6 +108,11 @@ def _most_copies_of_code(model: nn.Module) -> int:
     They share what is compiled, too, unless the model's graph is cut within them: then each has a
     version of its own, as its layers have plans of their own.
     """
-    copies = Counter(type(module) for module in model.modules() if is_user_module(module))
+    copies = Counter(type(module) for module in model.modules() if _is_user_module(module))
     interpolations = sum(isinstance(module, InterpolationLayer) for module in model.modules())
     return max(interpolations, *copies.values())
+
+
+def _is_user_module(module: nn.Module) -> bool:
+    """Return whether a module's code is neither torch's nor a converted layer's."""
+    return not (type(module).__module__.startswith("torch.") or isinstance(module, RowLayer))

@@ -20,7 +20,6 @@ from credit_dp.config import ParallelConfig
 from credit_dp.distributed.process_groups import new_mesh
 from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.domain_parallel.layers.base import RowLayer
-from credit_dp.domain_parallel.row_tensors import row_shardings
 from credit_dp.errors import UserError
 from credit_dp.models.initial_weights import InitialWeights
 from credit_dp.models.segments import SegmentedModel
@@ -70,13 +69,6 @@ def shard_parameters(
         fully_shard,
     )
 
-    shardings = (sharding for _, by_name in row_shardings(part) for sharding in by_name.values())
-    cut = next((sharding.path for sharding in shardings), None)
-    if cut is not None:
-        raise UserError(
-            f"parallel.data_mode: fsdp2 can't shard {cut}, which has an entry for each row of the "
-            "globe. Use parallel.data_mode=ddp, or parallel.domain=1."
-        )
     for name, parameter in part.named_parameters():
         _check_kind(name, parameter)
         if not parameter.is_contiguous():  # which FSDP2 needs

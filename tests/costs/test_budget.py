@@ -295,21 +295,19 @@ def test_no_domain_is_too_large_for_a_reason_that_only_concerns_layers(tmp_path:
 
 
 class _Placed(nn.Module):
-    """A convolution of 8 channels, and maybe a parameter with a row for each row of the globe."""
+    """A convolution of 8 channels, and a parameter for each column of the globe."""
 
-    def __init__(self, has_rows: bool) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.layers = nn.Sequential(nn.Conv2d(3, 8, 1), nn.Conv2d(8, 3, 3, padding=1))
-        self.place = nn.Parameter(torch.zeros(8, 16) if has_rows else torch.zeros(16))
+        self.place = nn.Parameter(torch.zeros(16))
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.layers(x) + self.place
         return y
 
 
-def test_a_model_is_planned_once_and_rows_of_parameters_rule_out_fsdp2(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_is_planned_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     planned: list[int] = []
 
     def counted(*args: Any) -> decide.Decision:
@@ -318,11 +316,10 @@ def test_a_model_is_planned_once_and_rows_of_parameters_rule_out_fsdp2(
 
     monkeypatch.setattr(decide, "plan_layers", counted)
     config = make_config(make_store(tmp_path, 16), tmp_path, _CoarseConfig(name="custom"))
-    for has_rows, possible in ((False, ["ddp", "fsdp2"]), (True, ["ddp"])):
-        comparison = compare_meshes(_Placed(has_rows), (1, 3, 8, 16), config, 2)
-        modes = [[each.mode for each in mesh.budgets] for mesh in comparison.meshes]
-        assert modes == [["ddp", "fsdp2"], possible]
-    assert planned == [1, 2, 1, 2]
+    comparison = compare_meshes(_Placed(), (1, 3, 8, 16), config, 2)
+    modes = [[each.mode for each in mesh.budgets] for mesh in comparison.meshes]
+    assert modes == [["ddp", "fsdp2"]] * 2
+    assert planned == [1, 2]
 
 
 REFUSED = {

@@ -15,10 +15,8 @@ from credit_dp.config import UNetConfig
 from credit_dp.domain_parallel import (
     HaloExchange,
     convert_to_domain_parallel,
-    functional,
     plan_report,
 )
-from credit_dp.domain_parallel.decide import Decision
 from credit_dp.domain_parallel.dry_run import row_layers
 from credit_dp.domain_parallel.planning import model_plan
 from credit_dp.domain_parallel.rules import RULES
@@ -45,21 +43,6 @@ def _mixed():
         nn.ConvTranspose2d(4, 2, 3, stride=2),
         nn.GroupNorm(1, 2),
     ).double()
-
-
-class _OwnCode(nn.Module):
-    """Calls of `functional`, a parameter with rows, and an output without rows."""
-
-    def __init__(self):
-        super().__init__()
-        self.conv = nn.Conv2d(3, 4, 3, padding=1)
-        self.place = nn.Parameter(torch.randn(33, 16))
-        self.pool = nn.AdaptiveAvgPool2d(1)
-
-    def forward(self, x):
-        x = self.conv(functional.roll(x, 5, -2)) + self.place
-        x = x - functional.mean(x, (-2, -1), keepdim=True)
-        return functional.pad(x, (0, 0, 1, -1)) + self.pool(x)
 
 
 class _Branches(nn.Module):
@@ -97,10 +80,6 @@ def _by_hand():
     return nn.Sequential(
         _Conv(3, 4, 3, padding=1), nn.GroupNorm(2, 4), _Conv(4, 2, 3, padding=1)
     ).double()
-
-
-def _own_code():
-    return _OwnCode().double()
 
 
 class _Kept:
@@ -157,7 +136,7 @@ def _real_step(manager, model, shape):
 
 
 BUILDS = {
-    "unet": _unet, "mixed": _mixed, "own code": _own_code, "by hand": _by_hand,
+    "unet": _unet, "mixed": _mixed, "by hand": _by_hand,
     "branches": _branches,
 }  # fmt: skip
 
@@ -165,7 +144,7 @@ BUILDS = {
 @pytest.mark.parametrize("ranks", THREADS[:-1])
 @pytest.mark.parametrize(
     "name",
-    tiers([("mixed",), ("own code",)], [("unet",), ("branches",)], [("by hand",)]),
+    tiers([("mixed",)], [("unet",), ("branches",)], [("by hand",)]),
 )
 def test_a_real_step_sends_and_keeps_what_the_report_says(name, ranks):
     build = BUILDS[name]
@@ -273,51 +252,6 @@ def test_a_model_on_the_meta_device():
     assert plan_report(empty, shape, 3, custom_converters=CONVERTERS) == plan_report(
         _unet(), shape, 3, custom_converters=CONVERTERS
     )
-
-
-class _Mixes(nn.Module):
-    """Code between the layers that mixes rows in two places."""
-
-    def __init__(self):
-        super().__init__()
-        self.conv = nn.Conv2d(3, 3, 3, padding=1)
-
-    def forward(self, x):
-        x = self.conv(x)
-        x = x - x.mean((-2, -1), keepdim=True)
-        return x * torch.roll(x, 1, -2)
-
-
-def _problems(model, rows, ranks) -> Decision:
-    report = plan_report(model, (1, 3, rows, 8), ranks, whole_ops="refuse")
-    assert report.layers == ()
-    assert report.saved_bytes == ()
-    return report.problems
-
-
-def test_every_level_with_too_few_rows_is_listed():
-    strides = [nn.Conv2d(3, 3, 3, 2, 1) for _ in range(3)]  # 24, 12, 6, 3
-    assert _problems(nn.Sequential(*strides), 24, 8) == (
-        "1: 6 rows can't be shared by 8 ranks. Lower parallel.domain to 3 or less.",
-        "2: 3 rows can't be shared by 8 ranks. Lower parallel.domain to 3 or less.",
-    )
-    assert plan_report(nn.Sequential(*strides), (1, 3, 24, 8), 3).problems == ()
-
-
-def test_every_layer_without_a_rule_is_listed_beside_the_levels():
-    model = nn.Sequential(
-        nn.Conv2d(3, 3, 3, 2, 1),
-        nn.Sequential(nn.Unfold(1), nn.Fold((3, 4), 1)),
-    )
-    first, second, _ = _problems(model, 6, 4)
-    assert first.startswith("1.0: Unfold has no rule for bands of rows.")
-    assert second.startswith("1.1: Fold has no rule for bands of rows.")
-
-
-def test_every_place_that_mixes_rows_is_listed():
-    mean, roll = _problems(_Mixes(), 8, 2)
-    assert "aten.mean: mixes rows" in mean
-    assert "aten.roll: mixes rows" in roll
 
 
 def test_no_ranks_and_no_input_are_refused():

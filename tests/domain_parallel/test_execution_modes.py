@@ -7,16 +7,14 @@ import copy
 import pytest
 import torch
 from torch import nn
-from torch._compile import _disable_dynamo
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 from credit_dp.domain_parallel import (
     convert_to_domain_parallel,
-    functional,
     gather_tensor,
     shard_tensor,
 )
-from credit_dp.domain_parallel.functional import active_context, attached_contexts
+from credit_dp.domain_parallel.dry_run import row_layers
 from credit_dp.fields import Fields
 from credit_dp.models import build_model
 from tests.domain_parallel.equality import (
@@ -272,44 +270,11 @@ def test_a_sharded_model_compiles_to_one_graph_by_each_backend(name, ranks, back
     on_processes(ranks, _compiled_to_one_graph, COMPILED[name], 33, backend)
 
 
-class _WithUncompiledPart(nn.Module):
-    """Code that is not compiled reads a mean of the globe and a parameter with rows."""
-
-    def __init__(self):
-        super().__init__()
-        self.before, self.after = (nn.Conv2d(3, 3, 3, padding=1) for _ in range(2))
-        self.latitudes = nn.Parameter(torch.randn(1, 1, SHAPE[-2], 1))
-
-    @_disable_dynamo
-    def correct(self, x):
-        return (x - functional.mean(x, (-2, -1), keepdim=True)) * self.latitudes
-
-    def forward(self, x):
-        return self.after(self.correct(self.before(x)))
-
-
-def _uncompiled_part(manager):
-    with RANDOM_LOCK:
-        torch.manual_seed(0)
-        whole = _WithUncompiledPart().double()
-        x = torch.randn(SHAPE, dtype=torch.float64)
-        sharded = convert_to_domain_parallel(copy.deepcopy(whole), manager, input_shape=SHAPE)
-    y = _step(torch.compile(sharded, backend="aot_eager"), shard_tensor(x, manager=manager))
-    assert error(gather_tensor(y, manager=manager), _step(whole, x)) <= MODEL
-    _assert_gradients_equal(manager, whole, sharded)
-    assert active_context() is None
-
-
-@pytest.mark.slow
-def test_uncompiled_parts_of_a_compiled_model_know_that_it_is_sharded():
-    on_processes(2, _uncompiled_part)
-
-
 def _knows_that_it_recomputes(manager):
     for prepare in (lambda model: None, _recomputing):
         _, sharded, _, _ = _both(manager, prepare)
-        (context,) = attached_contexts(sharded)
-        assert context.is_recomputed == sharded.recompute
+        layers = row_layers(sharded).values()
+        assert any(layer.is_recomputed for layer in layers) == sharded.recompute
 
 
 def test_the_plan_knows_whether_a_model_recomputes_activations():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import logging
 import pickle
 
 import pytest
@@ -17,11 +16,9 @@ from torch.utils.checkpoint import checkpoint
 from credit_dp.domain_parallel import (
     convert_from_domain_parallel,
     convert_to_domain_parallel,
-    functional,
     gather_tensor,
     shard_tensor,
 )
-from credit_dp.errors import UserError
 from tests.domain_parallel.equality import MODEL, THREADS, assert_same_as_whole_globe
 from tests.ranks import on_threads
 from tests.tables import entry
@@ -127,26 +124,10 @@ class Square(nn.Module):
 
 
 @pytest.mark.parametrize("ranks", THREADS)
-@given(size=st.integers(8, 11), row_dim=st.sampled_from([0, 1, 2]))
-def test_the_right_one_of_several_equal_dimensions_is_chosen(ranks, size, row_dim):
+@given(size=st.integers(8, 11), row_dim=st.sampled_from([0, 1, 2, 3]))
+def test_dimensions_may_have_as_many_entries_as_there_are_rows(ranks, size, row_dim):
     shape = (1, size, size, size)
     on_threads(ranks, assert_same_as_whole_globe, Square, (size, row_dim), shape, MODEL)
-
-
-def test_a_tensor_with_rows_in_two_dimensions_is_refused_by_name():
-    def refused(manager):
-        model = Square(9, 3)
-        before = (type(model), list(model.state_dict()))
-        with pytest.raises(
-            UserError, match=r"Rows of rows may be in dimension 1 or 0 or 2"
-        ) as caught:
-            convert_to_domain_parallel(model, manager, input_shape=(1, 9, 9, 9), whole_ops="refuse")
-        assert "\n" not in str(caught.value)
-        assert (type(model), list(model.state_dict())) == before
-        assert type(model.conv) is nn.Conv2d
-        assert model.rows.shape == (9, 9, 9)
-
-    on_threads(3, refused)
 
 
 class MoreThanRows(Embeds):
@@ -155,33 +136,12 @@ class MoreThanRows(Embeds):
         return x - x.mean(-2, keepdim=True)
 
 
-def test_another_error_is_raised_unchanged():
-    def refused(manager):
-        with pytest.raises(UserError, match=r"aten\.mean: mixes rows.*functional\.mean"):
-            convert_to_domain_parallel(
-                MoreThanRows(*CASES["(H, W)"]), manager, input_shape=SHAPE, whole_ops="refuse"
-            )
-
-    on_threads(2, refused)
-
-
 class WithAndWithout(Embeds):
     """The same layer on a field and on a tensor without rows."""
 
     def forward(self, x):
         x = super().forward(x)
-        return self.after(x) + self.after(functional.mean(x, (2, 3), True))
-
-
-def test_a_model_refused_after_the_audit_is_restored():
-    def refused(manager):
-        model = WithAndWithout(*CASES["(H, W)"])
-        with pytest.raises(UserError, match=r"after: is called on .* with and without"):
-            convert_to_domain_parallel(model, manager, input_shape=SHAPE, whole_ops="refuse")
-        assert type(model) is WithAndWithout
-        assert type(model.after) is nn.Conv2d
-
-    on_threads(2, refused)
+        return self.after(x) + self.after(x.mean((2, 3), True))
 
 
 class InPlace(Embeds):
@@ -202,16 +162,13 @@ class Replaced(Embeds):
         return super().forward(x)
 
 
-def test_a_buffer_of_rows_that_changes_is_refused():
-    def refused(manager):
-        for kind in (InPlace, ViewInPlace, Replaced):
-            model = kind(*CASES["(H, W)"], True)
-            before = model.rows.clone()
-            with entry(kind), pytest.raises(UserError, match=r"rows:? is changed"):
-                convert_to_domain_parallel(model, manager, input_shape=SHAPE, whole_ops="refuse")
-            assert torch.equal(model.rows, before), kind
-
-    on_threads(2, refused)
+def test_what_else_is_done_to_them():
+    for kind in (MoreThanRows, WithAndWithout):
+        with entry(kind):
+            on_threads(3, assert_same_as_whole_globe, kind, CASES["(H, W)"], SHAPE, MODEL)
+    for kind in (InPlace, ViewInPlace, Replaced):
+        with entry(kind):
+            on_threads(3, assert_same_as_whole_globe, kind, (*CASES["(H, W)"], True), SHAPE, MODEL)
 
 
 class Many(nn.Module):
@@ -282,14 +239,3 @@ def test_tensors_are_complete_outside_of_the_models_code():
     model = Many()
     model.first.join = model.second.join = _twice
     on_threads(2, _complete_outside, model)
-
-
-def test_the_summary_names_them(caplog):
-    with caplog.at_level(logging.INFO):
-        on_threads(
-            2,
-            lambda manager: convert_to_domain_parallel(
-                nn.Sequential(Embeds(*CASES["(H, W)"])), manager, input_shape=SHAPE
-            ),
-        )
-    assert "cut into bands: 0.rows;" in caplog.text

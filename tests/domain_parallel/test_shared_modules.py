@@ -26,16 +26,16 @@ WIDTH = 4
 
 
 class Block(nn.Module):
-    """Code of a user's with layers that couple rows and a parameter with rows."""
+    """Code of a user's with layers that couple rows and a parameter of columns."""
 
     def __init__(self, act):
         super().__init__()
         self.conv = nn.Conv2d(WIDTH, WIDTH, 3, padding=1)
-        self.rows = nn.Parameter(torch.linspace(0, 1, SHAPE[2])[:, None])
+        self.columns = nn.Parameter(torch.linspace(0, 1, SHAPE[3]))
         self.act = act
 
     def forward(self, x):
-        return self.act(self.conv(x) * self.rows)
+        return self.act(self.conv(x) * self.columns)
 
 
 class Model(nn.Module):

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from credit_dp.domain_parallel import DomainParallelManager, functional, shard_tensor
+from credit_dp.domain_parallel import DomainParallelManager, shard_tensor
 from credit_dp.domain_parallel.build import shard_model
 from credit_dp.domain_parallel.verify import relative_error
 from credit_dp.fields import Fields
@@ -66,7 +66,7 @@ class _Anomalies(nn.Module):
         self.mix = nn.Conv2d(8, 8, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.mix(x - functional.mean(x, (-2, -1), keepdim=True))
+        return self.mix(x - x.mean((-2, -1), keepdim=True))
 
 
 class Spectral(SegmentedModel):

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from credit_dp.config import Config, OwnModelConfig, ParallelConfig, UNetConfig
-from credit_dp.domain_parallel import DomainParallelManager, convert_to_domain_parallel
+from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.models.segments import Segment, SegmentedModel
 from credit_dp.training import model_parts
 from credit_dp.training.model_parameters import check_has_values
@@ -212,15 +212,6 @@ def test_parameters_compute_in_the_configured_dtype_and_keep_their_own(config):
         assert loss != wanted
 
 
-class WithRows(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.bias = nn.Parameter(torch.zeros(1, 2, 12, 8))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.bias
-
-
 def shard_odd(manager: DomainParallelManager, parameter: torch.Tensor) -> torch.Tensor:
     """Shard a model with this parameter beside others, and return the whole of it."""
     model = nn.Linear(2, 3)
@@ -250,10 +241,8 @@ class Tied(SegmentedModel):
 
 
 def refused_shards(manager: DomainParallelManager) -> list[str]:
-    rows = convert_to_domain_parallel(WithRows(), manager, input_shape=(1, 2, 12, 8))
     complex_weight = torch.zeros(3, dtype=torch.complex64)
     return [
-        refusal(shard, rows, manager),
         refusal(shard_odd, manager, torch.tensor(1.0)),
         refusal(shard_odd, manager, complex_weight),
         refusal(shard, Tied(), manager),
@@ -262,7 +251,6 @@ def refused_shards(manager: DomainParallelManager) -> list[str]:
 
 def test_parameters_that_cannot_be_sharded_are_refused():
     wanted = [
-        "can't shard bias",  # which has a row for each of the globe's
         "odd, a single number without a dimension. Give it one, as ",
         "odd, whose numbers are complex. Use ",
         "can't shard second.weight, which first has too",

@@ -74,8 +74,7 @@ from credit_dp.domain_parallel.band_tensor.tensor import (
 )
 from credit_dp.domain_parallel.halo_exchange import CHANNELS_LAST_FORMATS
 from credit_dp.domain_parallel.manager import DomainParallelManager
-from credit_dp.domain_parallel.partition import FIELD_DIMS, ROW_DIM
-from credit_dp.domain_parallel.planning.model_plan import is_banded
+from credit_dp.domain_parallel.partition import FIELD_DIMS, ROW_DIM, is_banded
 from credit_dp.domain_parallel.planning.trace import run_uncompiled as functions_uncompiled
 from credit_dp.errors import UserError
 from credit_dp.torch_private import (

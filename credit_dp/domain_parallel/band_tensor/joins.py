@@ -31,7 +31,7 @@ aten = torch.ops.aten
 def join(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Join tensors along a dimension, which may be that of the rows."""
     tensors = list(args[0])
-    dim = args[1] if len(args) > 1 else kwargs.get("dim", 0)
+    given = dim = args[1] if len(args) > 1 else kwargs.get("dim", 0)
     domain = domain_of(tensors)
     for x in tensors:
         if type(x) is BandTensor:
@@ -51,11 +51,11 @@ def join(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if is_stack:
         row_dim = dim_of(first)
         rows = at(band, row_dim + (dim <= row_dim), ndim)
-        return Part(func([with_rows(x, band, domain) for x in tensors], dim), rows)
+        return Part(func([with_rows(x, band, domain) for x in tensors], given), rows)
     # torch takes an empty tensor of one dimension for none.
     tensors = [x for x in tensors if not (x.ndim == 1 and x.numel() == 0 and ndim > 1)]
     if dim != dim_of(first):
-        return Part(func([with_rows(x, band, domain) for x in tensors], dim), band)
+        return Part(func([with_rows(x, band, domain) for x in tensors], given), band)
     return join_rows(tensors, bands, dim - ndim, domain)
 
 

@@ -37,6 +37,7 @@ from credit_dp.domain_parallel.band_tensor.strides import (
 )
 from credit_dp.domain_parallel.exchange import RowExchange
 from credit_dp.domain_parallel.manager import DomainParallelManager
+from credit_dp.domain_parallel.planned_run import GlobeTensor
 from credit_dp.domain_parallel.transport import Transport
 from credit_dp.errors import UserError
 from credit_dp.torch_private import (
@@ -270,7 +271,7 @@ NEW_ZEROS = torch.ops.aten.new_zeros.default
 is_running: ContextVar[bool] = ContextVar("a model runs", default=False)
 
 
-class BandTensor(Tensor):
+class BandTensor(GlobeTensor):
     """A tensor of the globe's shape, of which this rank holds `local`.
 
     Attributes:

@@ -23,7 +23,7 @@ from credit_dp.domain_parallel.exchange import RowExchange, RowRange, rows_with_
 from credit_dp.domain_parallel.halo_exchange import HaloExchange, fetch_rows
 from credit_dp.domain_parallel.manager import DomainParallelManager
 from credit_dp.domain_parallel.partition import ROW_DIM, RowPartition
-from credit_dp.domain_parallel.planned_run import active_planner
+from credit_dp.domain_parallel.planned_run import GlobeTensor, active_planner
 from credit_dp.errors import UserError
 from credit_dp.torch_private import (
     MODULE_TABLES,
@@ -153,6 +153,8 @@ class RowLayer(_WrappedTypeMixin, nn.Module, ABC):
     """
 
     output_is_banded: ClassVar[bool] = True
+    # Whether the model's own code lets backward compute the layer again; set by the plan.
+    is_recomputed: bool = False
 
     def __init__(
         self,
@@ -298,7 +300,7 @@ class RowLayer(_WrappedTypeMixin, nn.Module, ABC):
         planner = active_planner()
         if planner is not None:
             return planner.call_layer(self, x, *others)
-        if self._is_rowwise:
+        if self._is_rowwise or isinstance(x, GlobeTensor):  # whose operators know what rows are
             return self.global_forward(x, *others)
         return self.compute(x, self.bands(x, *others))
 

@@ -1,48 +1,40 @@
 """The plan of a converted model: the bands of every global height that occurs in it.
 
-For training and for evaluation, `_plan_mode` runs the model on fake tensors of the whole globe,
-which gives the heights; cuts these heights into bands; runs the model once more for every distinct
-band; and audits each of these runs against the global one. Nothing is sent and no data are held.
+In training and in evaluation mode the model runs without data on tensors of the globe, which gives
+the heights; these are cut into bands; and it runs once more for every distinct band, on the globe
+and on plain bands, which have to compute the same (`comparison`). Nothing is sent.
 `check_model` is a smaller check of a user's model that is not sharded.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 
-from credit_dp.domain_parallel.functional import attached_contexts
-from credit_dp.domain_parallel.layers.base import RowLayer
 from credit_dp.domain_parallel.manager import DomainParallelManager
 from credit_dp.domain_parallel.partition import (
     FIELD_DIMS,
     ROW_DIM,
-    BandTable,
     RowPartition,
+    is_banded,
     too_few_rows_messages,
 )
-from credit_dp.domain_parallel.planning.audit import NAME_RULE, AuditError, audit, refusal_message
-from credit_dp.domain_parallel.planning.planner import Planner
+from credit_dp.domain_parallel.planned_run import planner_of_run
+from credit_dp.domain_parallel.planning.comparison import Planner, Run, Unsharded
 from credit_dp.domain_parallel.planning.trace import (
-    Trace,
     dtype_and_device,
-    named_leaves,
     preserve_model,
     reads_values,
     tensor_leaves,
     use_fake_tensors,
     user_line_of,
-)
-from credit_dp.domain_parallel.row_tensors import (
-    RowTensorSharder,
-    forbid_tensor_replacement,
-    row_shardings,
 )
 from credit_dp.domain_parallel.shared_exchange import ReaderGroup, reader_groups, share_exchanges
 from credit_dp.errors import UserError, first_line
@@ -80,105 +72,53 @@ def empty_inputs(model: nn.Module, shapes: Sequence[Shape]) -> InputFactory:
     return inputs
 
 
-def find_heights(
-    model: nn.Module, input_shape: Shape | Sequence[Shape], excluded: Iterable[nn.Module]
-) -> dict[int, str]:
-    """Return every banded height in a converted model, with the path of its first layer.
-
-    Runs on the whole globe only, so it also returns heights with fewer rows than there are ranks.
-
-    Raises:
-        UserError: control flow depends on data.
-    """
-    shapes = list(as_shapes(input_shape))
-    planner = Planner(model, _layer_names(model), BandTable(1))
-    planner.add_field_heights(shape[ROW_DIM] for shape in shapes if is_banded(shape))
-    with (
-        planner.exclude_from_trace(excluded),
-        planner.record_module_names(),
-        use_fake_tensors(model),
-    ):
-        _trace_run(planner, None, True, lambda: empty_inputs(model, shapes)(lambda shape: shape))
-    return _first_uses(planner, shapes)
-
-
-def _first_uses(planner: Planner, shapes: Sequence[Shape]) -> dict[int, str]:
-    """Return the heights of inputs and layers, with the path of the first that has each."""
-    first_use = {shape[ROW_DIM]: "input" for shape in shapes if is_banded(shape)}
-    for layer, calls in planner.layer_rows.items():
-        for height in (h for call in sorted(calls) for h in call[1:]):
-            first_use.setdefault(height, planner.names.get(layer, type(layer).__name__))
-    return first_use
-
-
-def _layer_names(model: nn.Module) -> dict[RowLayer, str]:
-    layers = {name: m for name, m in model.named_modules() if isinstance(m, RowLayer)}
-    return {layer: name or type(layer).__name__ for name, layer in layers.items()}
-
-
-def is_banded(shape: Shape) -> bool:
-    """Return whether a tensor of this whole-globe shape is cut into bands."""
-    return len(shape) >= FIELD_DIMS and shape[ROW_DIM] > 1
-
-
 def plan_calls(
     model: nn.Module,
     manager: DomainParallelManager,
     shapes: list[Shape],
     inputs: InputFactory,
-    excluded: Iterable[nn.Module],
+    trusted: Iterable[nn.Module],
 ) -> Planner:
     """Plan a converted model: bands for every height that occurs, and heights for every layer.
 
-    The model runs on fake tensors, on the whole globe and on each distinct band, in training and in
-    evaluation mode. Nothing is sent; values of the model and the random state do not change.
+    The model runs without data as each rank with other bands, on tensors of the globe and on plain
+    bands, in training and in evaluation mode. Nothing is sent; values of the model and the random
+    state do not change.
 
     Args:
         model: a converted model.
         manager: the manager that it was converted with.
         shapes: of the tensors of `inputs` on the whole globe.
         inputs: makes the arguments of a call.
-        excluded: modules whose operations are not audited.
+        trusted: modules whose operations are not compared.
 
     Returns:
-        The planner that was active in these runs.
+        What the runs have shown.
 
     Raises:
-        UserError: a level has fewer rows than there are ranks, code between the layers couples rows
-            or changes their number, or control flow depends on data.
+        UserError: a level has fewer rows than there are ranks, or the code between the layers
+            computes something else on a band than on the globe.
     """
-    names = _layer_names(model)
-    excluded = list(excluded)
-    parameters = RowTensorSharder(model, manager)
+    planner = Planner(model, manager, trusted)
+    planner.input_heights = {shape[ROW_DIM] for shape in shapes if is_banded(shape)}
     with use_fake_tensors(model):
-        while True:
-            planner = Planner(model, dict(names), manager.bands)
-            try:
-                with planner.exclude_from_trace(excluded), planner.record_module_names():
-                    runs = _plan_batches(planner, manager.bands.ranks, shapes, inputs)
-                break
-            except UserError as error:
-                # A parameter or buffer may have a row for each row of the globe, which shows only
-                # when it meets a band: cut it into bands and plan again.
-                if not parameters.shard_more(error, planner.provenance.candidates):
-                    raise parameters.revert(error) from error.__cause__
+        runs = _plan_batches(planner, shapes, inputs)
+    if manager.domain_parallel_size == 1:
+        return planner
     for layer in planner.layer_rows:
         layer.set_plan(*planner.layer_plan(layer))
+        layer.is_recomputed = layer in planner.recomputed_layers
     for layer in planner.rowwise_layers:
         layer.set_rowwise()
     # Layers that read the same tensor in every run fetch their rows together.
     share_exchanges(model, runs)
-    for context in attached_contexts(model):
-        context.is_planned = True
-        context.has_row_tensors = bool(row_shardings(model))
-        context.is_recomputed = planner.is_recomputed
     return planner
 
 
 def _plan_batches(
-    planner: Planner, ranks: int, shapes: list[Shape], inputs: InputFactory
+    planner: Planner, shapes: list[Shape], inputs: InputFactory
 ) -> list[frozenset[ReaderGroup]]:
-    """Plan and audit both modes with a placeholder batch size, and evaluation with one sample.
+    """Plan and compare both modes with a placeholder batch size, and evaluation with one sample.
 
     Tries which inputs have a batch dimension: other inputs may start with the same size by chance.
     """
@@ -189,7 +129,7 @@ def _plan_batches(
         )
         try:
             runs = [
-                _plan_mode(planner, ranks, shapes, inputs, placeholder_batch, training)
+                _plan_mode(planner, shapes, inputs, placeholder_batch, training)
                 for training in (True, False)
             ]
         except GlobalForwardError as error:
@@ -199,42 +139,95 @@ def _plan_batches(
             single_sample(shape) != shape or placeholder_batch(shape) != shape for shape in shapes
         ):
             with suppress(GlobalForwardError):  # models may refuse a single sample
-                _plan_mode(planner, ranks, shapes, inputs, single_sample, False)
+                _plan_mode(planner, shapes, inputs, single_sample, False)
         return runs
     raise refused or AssertionError("the unchanged inputs were tried last")
 
 
 def _plan_mode(
     planner: Planner,
-    ranks: int,
     shapes: list[Shape],
     inputs: InputFactory,
     any_batch: Callable[[Shape], Shape],
     training: bool,
 ) -> frozenset[ReaderGroup]:
-    """Plan and audit the model in one mode; return groups of layers that read the same tensor."""
-    bands = planner.bands
-    planner.add_field_heights(shape[ROW_DIM] for shape in shapes if is_banded(shape))
-    global_run = _trace_run(planner, None, training, lambda: inputs(any_batch))
-    heights = planner.heights() | {shape[ROW_DIM] for shape in shapes if is_banded(shape)}
-    too_few = too_few_rows_messages(_first_uses(planner, shapes), ranks)
-    if too_few:
-        raise AuditError(too_few)
-    # Bands first: the run on a band needs those of all heights.
-    bands.plan(heights, planner.tied_heights, planner.row_multiples())
-    # Ranks with the same number of rows at all heights run the same operations.
-    for rank in _distinct_ranks([bands[h] for h in heights], ranks):
+    """Plan and compare the model in one mode; return groups of layers that read one tensor."""
+    bands = planner.manager.bands
+    in_this_mode = partial(_run_model, planner, shapes, inputs, any_batch, training)
+    planned = {partition.height for partition in bands.planned_partitions}
+    is_strict = planner.is_strict
+    try:
+        first = in_this_mode(0)
+    finally:  # it is why a run fails, too
+        for message in too_few_rows_messages(planner.first_uses(), bands.ranks):
+            raise UserError(message) from None
+    bands.plan(planner.heights, units=planner.row_multiples())
+    groups: frozenset[ReaderGroup] = frozenset()
+    if bands.ranks == 1:
+        return groups
+    # Ranks with the same number of rows at all heights run the same operators.
+    for rank in _distinct_ranks([bands[h] for h in planner.heights], bands.ranks):
+        # A run with bands that were chosen after it does not count.
+        is_planned = rank == 0 and planner.heights <= planned and is_strict == planner.is_strict
+        run = in_this_mode(rank, first if is_planned else in_this_mode(rank))
+        groups = reader_groups(run.reads)
+    return groups
 
-        def band_of(shape: Shape, rank: int = rank) -> Shape:
-            if not is_banded(shape):
-                return any_batch(shape)
-            rows = bands[shape[ROW_DIM]].sizes[rank]
-            return any_batch((*shape[:ROW_DIM], rows, *shape[ROW_DIM + 1 :]))
 
-        band_run = _trace_run(planner, rank, training, lambda band_of=band_of: inputs(band_of))  # type: ignore[misc]
-        audit(global_run.trace, band_run.trace, {h: bands[h].sizes[rank] for h in heights})
-        _check_outputs(global_run.outputs, band_run.outputs, bands, rank)
-    return reader_groups(global_run.trace)
+def _run_model(
+    planner: Planner,
+    shapes: list[Shape],
+    inputs: InputFactory,
+    any_batch: Callable[[Shape], Shape],
+    training: bool,
+    rank: int,
+    globe: Run | None = None,
+) -> Run:
+    """Run the model as a rank, on the globe or compared with such a run."""
+
+    def band_of(shape: Shape) -> Shape:
+        if not is_banded(shape):
+            return any_batch(shape)
+        rows = planner.manager.partition(shape[ROW_DIM]).sizes[rank]
+        return any_batch((*shape[:ROW_DIM], rows, *shape[ROW_DIM + 1 :]))
+
+    args, kwargs = inputs(band_of)
+    run = Run(planner, rank, globe)
+    with preserve_model(planner.model):
+        planner.model.train(training)
+        numbers = python_random_state()
+        try:
+            run(args, kwargs, [any_batch(shape) for shape in shapes])
+        except Exception as error:  # user code may raise anything
+            if isinstance(error, UserError) or reads_values(error):
+                raise
+            if globe is not None:
+                raise run.difference(f": {first_line(error)}") from None
+            error = _error_unsharded(planner.model, *inputs(any_batch)) or error
+            where = ", ".join([*run.running_modules[-1:], user_line_of(error)])
+            tensors = tensor_leaves(inputs(any_batch))
+            message = failure_message(where, error, "the whole globe's input", tensors)
+            raise GlobalForwardError(message) from error
+        if not np.array_equal(python_random_state(), numbers):
+            raise UserError(
+                f"{type(planner.model).__name__}: draws random numbers of Python or NumPy, by "
+                "which it may run other layers in the next step."
+            )
+    return run
+
+
+def _error_unsharded(
+    model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Exception | None:
+    """Return the error of a model that fails on one process, whose shapes are the globe's."""
+    token = planner_of_run.set(Unsharded())
+    try:
+        model(*args, **kwargs)
+    except Exception as error:  # noqa: BLE001 - user code may raise anything
+        return error
+    finally:
+        planner_of_run.reset(token)
+    return None
 
 
 def _placeholder_batch_size(shapes: list[Shape]) -> int:
@@ -266,60 +259,6 @@ class GlobalForwardError(UserError):
     """The model's own code fails."""
 
 
-class _TracedRun(NamedTuple):
-    trace: Trace
-    outputs: list[Any]
-
-
-def _trace_run(
-    planner: Planner,
-    rank: int | None,
-    training: bool,
-    inputs: Callable[[], tuple[list[Any], dict[str, Any]]],
-) -> _TracedRun:
-    """Run the model on fake tensors of the whole globe or of one rank's band."""
-    args, kwargs = inputs()
-    with planner.preserve_model():
-        planner.model.train(training)
-        with planner.trace_run(rank) as trace, forbid_tensor_replacement(planner.model):
-            # The input and the output of the model are boundaries: the audit learns from the first
-            # where rows are, and checks in the second that they are in the same dimension.
-            trace.record_boundary((), tensor_leaves((args, kwargs)))
-            numbers = python_random_state()
-            try:
-                outputs = [leaf for _, leaf in named_leaves(planner.model(*args, **kwargs))]
-            except Exception as error:  # user code may raise anything
-                if isinstance(error, UserError) or reads_values(error):
-                    raise
-                if rank is None:
-                    where, tensors = _location(planner, error), tensor_leaves((args, kwargs))
-                    message = failure_message(where, error, "the whole globe's input", tensors)
-                    raise GlobalForwardError(message) from error
-                raise _band_error(planner, error) from None
-            trace.record_boundary(tensor_leaves(outputs), ())
-            if not np.array_equal(python_random_state(), numbers):
-                raise UserError(
-                    f"{type(planner.model).__name__}: draws random numbers of Python or NumPy, by "
-                    "which it may run other layers in the next step."
-                )
-    return _TracedRun(trace, outputs)
-
-
-def _band_error(planner: Planner, error: Exception) -> UserError:
-    """Return the error for code that fails on a band, but not on the globe.
-
-    The first operation that couples rows is the likely cause, if there is one.
-    """
-    if planner.first_coupling is not None:
-        step, coupling = planner.first_coupling
-        return UserError(refusal_message(step.location, str(coupling), step.name))
-    return UserError(
-        f"{_location(planner, error)}: fails on a band of rows ({first_line(error)}). A number "
-        "or a plain tensor may have the globe's rows: make it a buffer, or put this into a module. "
-        f"{NAME_RULE}."
-    )
-
-
 # In what torch says of arguments whose shapes don't suit.
 SHAPE_WORDS = ("shape", "size", "dim", "channels", "elements", "numel", "features")
 
@@ -338,42 +277,12 @@ def failure_message(
     return message
 
 
-def _location(planner: Planner, error: Exception) -> str:
-    return ", ".join([*planner.running_modules, user_line_of(error)])
-
-
 def _distinct_ranks(partitions: list[RowPartition], ranks: int) -> list[int]:
     """Return one rank for each distinct combination of bands."""
     first: dict[tuple[int, ...], int] = {}
     for rank in range(ranks):
         first.setdefault(tuple(p.sizes[rank] for p in partitions), rank)
     return list(first.values())
-
-
-def _check_outputs(
-    global_outputs: list[Any], band_outputs: list[Any], bands: BandTable, rank: int
-) -> None:
-    if len(global_outputs) != len(band_outputs):
-        raise UserError(
-            f"output: holds {len(global_outputs)} values on the globe and {len(band_outputs)} on "
-            "a band. Return a structure that doesn't depend on the number of rows."
-        )
-    for output, band_output in zip(global_outputs, band_outputs, strict=True):
-        if not isinstance(output, Tensor):
-            if output != band_output:
-                raise UserError(
-                    f"output: is {output} on the globe and {band_output} on a band. "
-                    "Return values that don't depend on the number of rows."
-                )
-        elif output.shape != band_output.shape:
-            expected = list(output.shape)
-            expected[ROW_DIM] = bands[expected[ROW_DIM]].sizes[rank]
-            if list(band_output.shape) != expected:
-                raise UserError(
-                    f"output: rank {rank} returns {tuple(band_output.shape)}, but its band of "
-                    f"{tuple(output.shape)} is {tuple(expected)}. The code after the last layer "
-                    f"changes rows; put it into a module. {NAME_RULE}."
-                )
 
 
 CHECK_BATCH_SIZE = 2

@@ -1,13 +1,12 @@
-"""Runs a model on fake tensors and records the operations of code outside sharded layers.
+"""Runs of a model on fake tensors.
 
 `use_fake_tensors` replaces parameters and buffers by tensors without data, so that a model of any
-size runs in seconds. `Trace` records every torch operation that a run dispatches, with its line of
-user code; sharded layers appear as a single boundary. `ModelSnapshot` undoes what runs leave behind
-in the model.
+size runs in seconds. `ModelSnapshot` undoes what runs leave behind in the model.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import logging
@@ -17,20 +16,18 @@ import threading
 import traceback
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from functools import cache, cached_property, lru_cache, partial
+from functools import cache, partial
 from inspect import unwrap
-from itertools import count
 from types import FrameType
-from typing import Any, NamedTuple, TypeVar, final
+from typing import Any, TypeVar, final
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from credit_dp.domain_parallel.planning.shape_memo import ShapeMemo, TensorSpec, tensors_in
+from credit_dp.domain_parallel.planning.shape_memo import TensorSpec, tensors_in
 from credit_dp.errors import UserError
 from credit_dp.process import no_garbage_collection
 from credit_dp.random_streams import python_random_state, set_python_random_state
@@ -41,10 +38,8 @@ from credit_dp.torch_private import (
     DynamicOutputShapeException,
     FakeTensor,
     FakeTensorMode,
-    OpOverload,
     at_end_of_backward,
     buffers_of,
-    disable_current_modes,
     is_compiler_imported,
     new_fake_mode,
     parameters_of,
@@ -60,63 +55,8 @@ from credit_dp.torch_private import run_uncompiled as disable_compiler
 LIBRARY_FOLDERS = (
     os.path.dirname(torch.__file__) + os.sep,
     os.path.dirname(os.path.dirname(__file__)) + os.sep,
+    contextlib.__file__,
 )
-
-
-# `reshape` returns a copy or a view depending on strides, and those of a band with one row can
-# differ from the globe's. The trace therefore treats both forms of a view as the same operation,
-# and a clone as the tensor that it copies.
-AS_VIEW: dict[Any, Any] = {torch.ops.aten._unsafe_view.default: torch.ops.aten.view.default}
-
-
-# Operations that only query a tensor. All others are recorded, also those of unknown namespaces:
-# the audit then refuses them.
-QUERY_NAMESPACES = ("prim", "profiler")
-
-
-class TensorRef(NamedTuple):
-    """A tensor in a trace, with the shape that it had there.
-
-    `number` counts tensors in order of appearance; it is minus the `id` of a parameter or buffer.
-    `value` has the entries of a constant, as text.
-    """
-
-    number: int
-    shape: tuple[int, ...]
-    value: str = ""
-
-
-@dataclass(frozen=True)
-class TraceStep:
-    """An operation; or, if `op` is None, a boundary: a layer or the model's input or output."""
-
-    op: OpOverload | None
-    arguments: dict[str, Any]
-    outputs: tuple[TensorRef, ...]
-    location: str  # the module that runs and the line of its code
-
-    @property
-    def name(self) -> str:
-        """The name of the operation without its overload, e.g. `aten.sum`."""
-        return "" if self.op is None else str(self.op.overloadpacket)
-
-    @cached_property
-    def inputs(self) -> list[TensorRef]:
-        """The tensor arguments, in order."""
-        return list(_refs_in(self.arguments.values()))
-
-    @cached_property
-    def settings(self) -> dict[str, Any]:
-        """The arguments that are not tensors."""
-        return {key: value for key, value in self.arguments.items() if not any(_refs_in([value]))}
-
-
-def _refs_in(values: Iterable[Any]) -> Iterator[TensorRef]:
-    for value in values:
-        if isinstance(value, TensorRef):
-            yield value
-        elif isinstance(value, list | tuple):
-            yield from _refs_in(value)
 
 
 class PlanningMode(DispatchMode):  # type: ignore[no-untyped-call]
@@ -156,166 +96,6 @@ def launches_kernel(func: Any) -> bool:
     return all(alias is None or alias.is_write for alias in aliases)
 
 
-@final
-class Trace(PlanningMode):
-    """The operations of one run, in order. Two runs of the same code number tensors alike.
-
-    Args:
-        model: the model that runs; its parameters and buffers are identified by `id`.
-        on_step: called with each step as soon as it is recorded.
-        cache: results of other runs under the same `FakeTensorMode`.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        on_step: Callable[[TraceStep], None] | None = None,
-        cache: ShapeMemo | None = None,
-    ) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._run = (cache or ShapeMemo()).run
-        self.steps: list[TraceStep] = []
-        self._on_step = on_step
-        self._model_tensor_ids = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
-        self._numbers: dict[int, int] = {}
-        self._next_number = count()
-        self._alive: list[Tensor] = []  # Python reuses the id of a freed tensor
-        self._paused = 0
-        self.running_modules: list[str] = []  # outermost first
-        # Storages that no operation may write to -> the parameter or buffer that they belong to.
-        self.read_only_storages: dict[int, str] = {}
-        self._writes: dict[int, list[str]] = {}  # where each storage was written to
-        # Inputs of layers with their versions, and how often their storages had been written to.
-        self._reads: list[tuple[Tensor, int, int]] = []
-
-    @property
-    def location(self) -> str:
-        """The module whose code runs now and its current line."""
-        return ", ".join([*self.running_modules[-1:], current_user_line()])
-
-    def pause(self) -> None:
-        """Stop recording until `resume` has been called as often."""
-        self._paused += 1
-
-    def resume(self) -> None:
-        """Undo one `pause`."""
-        self._paused -= 1
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Stop recording inside the context."""
-        self.pause()
-        try:
-            yield
-        finally:
-            self.resume()
-
-    def record_boundary(
-        self, inputs: Sequence[Tensor], outputs: Sequence[Tensor], **settings: Any
-    ) -> None:
-        """Record a layer, a trusted module, or the input or output of the model as one step.
-
-        `settings` must be the same in two runs. A layer passes `input_layouts` and
-        `output_layouts`, one `RowLayout` or None for each tensor.
-        """
-        if not self._paused:
-            arguments = {"inputs": [self.ref(tensor) for tensor in inputs], **settings}
-            for x in inputs:
-                if not x.is_inference():
-                    self._reads.append((x, version_of(x), len(self._writes_to(x))))
-            self._record(TraceStep(None, arguments, tuple(map(self.ref, outputs)), self.location))
-
-    def _record(self, step: TraceStep) -> None:
-        self.steps.append(step)
-        if self._on_step is not None:
-            self._on_step(step)
-
-    def ref(self, tensor: Tensor) -> TensorRef:
-        """Return a reference to a tensor that is comparable between runs."""
-        shape = tuple(tensor.shape)
-        if id(tensor) in self._model_tensor_ids:
-            return TensorRef(-id(tensor), shape)
-        if id(tensor) not in self._numbers:
-            self._set_number(tensor, next(self._next_number))
-        number = self._numbers[id(tensor)]
-        if isinstance(tensor, FakeTensor) or tensor.device.type == "meta":
-            return TensorRef(number, shape)
-        with disable_current_modes():
-            return TensorRef(number, shape, str(tensor.tolist()))
-
-    def _as_refs(self, operand: Any) -> Any:
-        """Return an operand with tensors replaced by references."""
-        if isinstance(operand, Tensor):
-            return self.ref(operand)
-        if type(operand) in (list, tuple):
-            return type(operand)(map(self._as_refs, operand))
-        return operand
-
-    def _set_number(self, tensor: Tensor, number: int) -> None:
-        self._numbers[id(tensor)] = number
-        self._alive.append(tensor)
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        """Run and record an operation."""
-        if func is torch.ops.prim.device.default and type(args[0]) is FakeTensor:
-            return args[0].fake_device  # the most frequent call by far: answered without dispatch
-        kwargs = kwargs or {}
-        if _changes_values_of_first(func) and isinstance(args[0], Tensor):
-            self._writes_to(args[0]).append(self.location)
-        if self._paused or func.namespace in QUERY_NAMESPACES:
-            return self._run(func, args, kwargs)
-        if func is torch.ops.aten.clone.default and current_autograd_function() is None:
-            clone = self._run(func, args, kwargs)
-            self._set_number(clone, self.ref(args[0]).number)
-            return clone
-        if self.read_only_storages and schema_of(func).is_mutable:
-            self._check_read_only(args[0])
-        names = (argument.name for argument in schema_of(func).arguments)
-        operands = {**dict(zip(names, args, strict=False)), **kwargs}
-        arguments = {name: self._as_refs(operand) for name, operand in operands.items()}
-        result = self._run(func, args, kwargs)
-        outputs = tuple(map(self.ref, tensors_in([result])))
-        self._record(TraceStep(AS_VIEW.get(func, func), arguments, outputs, self.location))
-        return result
-
-    def _writes_to(self, x: Tensor) -> list[str]:
-        return self._writes.setdefault(id(x.untyped_storage()), [])
-
-    def check_changes_are_counted(self) -> None:
-        """Check that what layers have read was not changed through `data` afterwards.
-
-        Such changes are not counted by the tensor's version: layers that share rows would not fetch
-        them again, and in backward a band would have new values and its halo old ones.
-
-        Raises:
-            UserError: names the line of code.
-        """
-        for x, version, count_before in self._reads:
-            writes = self._writes_to(x)[count_before:]
-            if writes and version_of(x) == version:
-                raise UserError(
-                    f"{writes[0]}: data of a tensor is changed in place after a layer has read it, "
-                    "but rows on other ranks stay. Change the tensor without data."
-                )
-
-    def _check_read_only(self, operand: Any) -> None:
-        key = id(operand.untyped_storage()) if isinstance(operand, Tensor) else None
-        if key in self.read_only_storages:
-            raise UserError(
-                f"{self.location}: {self.read_only_storages[key]} is changed in place, but each "
-                "rank would change its own rows only. Change it outside of the model's forward."
-            )
-
-
-@lru_cache(None)
-def _changes_values_of_first(func: Any) -> bool:
-    """Return whether an operation writes to its first operand; not whether it changes its shape."""
-    first = schema_of(func).arguments[0].alias_info if schema_of(func).arguments else None
-    return first is not None and first.is_write and torch.Tag.inplace_view not in func.tags
-
-
 def current_user_line() -> str:
     """Return the innermost line of user code that runs now."""
     frame = sys._getframe(1)
@@ -342,28 +122,29 @@ def is_in_checkpoint() -> bool:
     return False
 
 
-def functions_of_users() -> list[Any]:
-    """Return every `autograd.Function` that is defined in this process, except for torch's own."""
+def functions_of_users() -> dict[Any, Any]:
+    """Return the `autograd.Function` types of users by the code of their `forward`."""
     found: list[Any] = []
     bases: list[Any] = [torch.autograd.Function]
     while bases:
         derived = bases.pop().__subclasses__()
         bases += derived
-        found += [function for function in derived if not function.__module__.startswith("torch.")]
-    return found
+        found += [x for x in derived if not x.__module__.startswith(("torch.", "credit_dp."))]
+    return {getattr(unwrap(x.forward), "__code__", None): x for x in found}
 
 
-def current_autograd_function() -> type | None:
-    """Return the `autograd.Function` of the user that runs now, if any."""
-    # Where torch calls `forward` from C, its code alone tells.
-    functions = {getattr(unwrap(x.forward), "__code__", None): x for x in functions_of_users()}
-    frame: FrameType | None = sys._getframe(1)
+def running_function(functions: Mapping[Any, Any]) -> str:
+    """Return the name of the `autograd.Function` that runs now; empty if there is none.
+
+    Args:
+        functions: by the code of their `forward`, which alone tells where torch calls it from C.
+    """
+    frame: FrameType | None = sys._getframe(1) if functions else None
     while frame is not None:
         if frame.f_code in functions:
-            function: type = functions[frame.f_code]
-            return function
+            return str(functions[frame.f_code].__name__)
         frame = frame.f_back
-    return None
+    return ""
 
 
 # Errors of fake tensors if code decides by the values of a tensor.

@@ -34,6 +34,10 @@ class _Square(torch.autograd.Function):
         return 2 * grad * ctx.saved_tensors[0]
 
 
+def _inverts(model, x):
+    return x + torch.linalg.pinv(x).mT
+
+
 def _filter(model, x):
     return torch.fft.irfft2(torch.fft.rfft2(x), s=x.shape[-2:]) * x
 
@@ -321,8 +325,9 @@ def test_parameter_names_stay_and_conversion_can_be_undone():
 
 
 def test_refuses_unless_allowed():
-    with pytest.raises(UserError, match="linspace"):
-        convert(Model(_filter), whole_ops="refuse")
+    convert(Model(_filter), whole_ops="refuse")
+    with pytest.raises(UserError, match=r"^parallel.whole_ops=refuse: .*linalg_pinv runs whole"):
+        convert(Model(_inverts), whole_ops="refuse")
 
 
 def test_ranks_with_most_and_with_fewest_rows_are_tried(monkeypatch):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from contextlib import nullcontext
 
 import pytest
@@ -20,12 +21,12 @@ from credit_dp.domain_parallel import (
     DomainParallelManager,
     DomainParallelPeriodicConv2d,
     convert_to_domain_parallel,
-    functional,
     gather_tensor,
     shard_tensor,
 )
 from credit_dp.domain_parallel.bands import group_norm
 from credit_dp.domain_parallel.build import shard_model
+from credit_dp.domain_parallel.decide import plan_report
 from credit_dp.domain_parallel.halo_exchange import CHANNELS_LAST_FORMATS, HaloExchange
 from credit_dp.domain_parallel.layers import (
     DomainParallelAvgPool,
@@ -280,18 +281,10 @@ class _InputIsKept(nn.Module):
         return x + y
 
 
-def _roll_around(manager):
-    x = torch.randn(1, 2, 3, 4)
-    y = functional.roll(x, 6, -2, manager=manager)
-    assert torch.equal(y, x)
-    assert y.data_ptr() != x.data_ptr()
-
-
 def test_outputs_equal_to_the_input_are_copies():
     for name, layer in OF_SAME_ROWS.items():
         with entry(name):
             on_threads(3, assert_same_as_whole_globe, _InputIsKept, (layer,), (2, 4, 12, 6), MODEL)
-    on_threads(2, _roll_around)
 
 
 # --- gradients of gradients ----------------------------------------------------------------
@@ -531,14 +524,14 @@ def test_settings_that_no_band_can_have_are_refused():
             build()
 
 
-REFUSED_MODELS = [
+# A model that moves rows, and why its layer can not be converted.
+APART_FROM_BANDS = [
     ("turned", lambda: nn.Conv2d(2, 4, 3, padding=1), "conv: DomainParallelConv2d: rows are in"),
-    ("turned", lambda: nn.Conv2d(2, 4, (1, 3)), "aten.convolution: mixes rows"),
-    ("times", lambda: nn.Conv3d(2, 4, (3, 1, 1)), "aten.convolution: mixes rows"),
-    ("times", lambda: nn.Conv3d(2, 4, (3, 3, 1)), "conv: DomainParallelConv3d: rows are in dim"),
-    ("channels", lambda: nn.Conv2d(9, 9, 1), "mixes rows"),
-    ("turned", lambda: nn.ConvTranspose2d(2, 4, (1, 2), (1, 2)), "mixes rows"),
-    ("turned", lambda: nn.ConvTranspose2d(2, 4, 1, (1, 2), 0, (0, 1)), "mixes rows"),
+    ("turned", lambda: nn.Conv2d(2, 4, (1, 3)), "aten.convolution needs rows of other ranks"),
+    ("times", lambda: nn.Conv3d(2, 4, (3, 1, 1)), "aten.convolution needs rows of other ranks"),
+    ("times", lambda: nn.Conv3d(2, 4, (3, 1, 1), padding=(1, 0, 0)), "needs rows of other ranks"),
+    ("channels", lambda: nn.Conv2d(9, 9, 1), "aten.convolution needs rows of other ranks"),
+    ("turned", lambda: nn.ConvTranspose2d(2, 4, 1, (1, 2), 0, (0, 1)), "convolution: is called"),
     ("nothing", lambda: nn.SyncBatchNorm(2), "SyncBatchNorm has no rule"),
     ("channels", lambda: nn.BatchNorm2d(9), "rows are in the channels' dimension"),
     ("channels", lambda: nn.InstanceNorm2d(9, affine=True), "rows are in the channels' dimension"),
@@ -551,7 +544,7 @@ REFUSED_MODELS = [
     ("nothing", lambda: nn.Conv2d(2, 2, 4, 4), "2 rows can't be shared by 3 ranks. Lower"),
     ("nothing", lambda: nn.Conv2d(2, 2, (8, 1)), "2 rows can't be shared by 3 ranks"),
     ("nothing", lambda: nn.ConvTranspose2d(2, 2, 1, padding=(4, 0)), "1 rows can't be shared by 3"),
-    ("nothing", lambda: _OwnForward(2, 2, 3, padding=1), r"layers.py:\d+: aten.convolution: mixes"),
+    ("nothing", lambda: _OwnForward(2, 2, 3, padding=1), r"layers.py:\d+: aten.convolution needs"),
 ]
 
 
@@ -560,13 +553,10 @@ class _OwnForward(nn.Conv2d):
         return super().forward(x.flip(-1))
 
 
-def test_layers_that_can_not_be_exact_are_refused():
-    def refused(manager):
-        for move, build, message in REFUSED_MODELS:
-            with entry((move, message)), pytest.raises(UserError, match=message) as caught:
-                convert_to_domain_parallel(
-                    Moved(build(), move), manager, input_shape=(2, 2, 9, 6), whole_ops="refuse"
-                )
-            assert "\n" not in str(caught.value), message
-
-    on_threads(3, refused)
+def test_layers_that_no_band_can_compute_run_on_the_globe():
+    for move, build, message in APART_FROM_BANDS:
+        with entry((move, message)):
+            report = plan_report(Moved(build(), move), (2, 2, 9, 6), 3)
+            assert re.search(message, report.refusal), report.refusal
+            assert "\n" not in report.refusal
+            assert not report.problems

@@ -209,8 +209,7 @@ def _taken_out(manager):
     replan(model, shape)
     assert model.up is new
     model.up = other = nn.ConvTranspose2d(2, 2, 2, 2)
-    with pytest.raises(UserError, match=r"up .*mixes rows"):
-        replan(model, shape)
+    replan(model, shape)  # its bands line up
     assert model.up is other
     model.up = None
     replan(model, shape)

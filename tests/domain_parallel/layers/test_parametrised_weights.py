@@ -45,7 +45,7 @@ class _Channels(nn.Module):
         self.mix = nn.Parameter(torch.randn(4, 4))
 
     def forward(self, x):
-        return self.linear(x.movedim(1, -1) @ self.mix * self.scale).movedim(-1, 1)
+        return self.linear(x.movedim(1, -1).contiguous() @ self.mix * self.scale).movedim(-1, 1)
 
 
 class _Positive(nn.Module):

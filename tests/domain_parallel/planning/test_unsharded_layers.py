@@ -7,10 +7,7 @@ import inspect
 import pytest
 from torch import nn
 
-from credit_dp.domain_parallel import convert_to_domain_parallel
-from credit_dp.domain_parallel.decide import counting_manager
 from credit_dp.domain_parallel.rules import RULES, _keep
-from credit_dp.errors import UserError
 from tests.domain_parallel.equality import assert_same_as_whole_globe
 from tests.ranks import DEVICE, on_threads
 from tests.tables import entry
@@ -92,13 +89,12 @@ def test_along_longitude_they_are_exact():
             on_threads(3, assert_same_as_whole_globe, _AlongLongitude, (make,), SHAPE, 1e-11)
 
 
-def test_along_rows_they_are_refused():
+@pytest.mark.slow
+def test_along_rows_they_are_exact():
     for name in ("attention", "transformer", "gru"):
-        model = _AlongLongitude(LAYERS[name], by_row=False)
-        with entry(name), pytest.raises(UserError, match="rows"):
-            convert_to_domain_parallel(
-                model, counting_manager(2), input_shape=SHAPE, whole_ops="refuse"
-            )
+        with entry(name):
+            args = LAYERS[name], False
+            on_threads(3, assert_same_as_whole_globe, _AlongLongitude, args, SHAPE, 1e-11)
 
 
 class _Kinds(nn.Module):

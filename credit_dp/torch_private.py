@@ -70,7 +70,7 @@ __all__ = [
     "tree_unflatten",
 ]
 
-F = TypeVar("F", bound=Callable[..., Any])
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 # ---------------------------------------------------------------- modes
 
@@ -232,11 +232,6 @@ def check_convolution(*args: Any) -> None:
     torch._C._select_conv_backend(*args)
 
 
-# Autocast widens RMS norms on GPUs in torch 2.13, not in 2.11.
-AUTOCAST_WIDENS_RMS_NORM: bool = torch._C._dispatch_has_kernel_for_dispatch_key(
-    "aten::rms_norm", "AutocastCUDA"
-)
-
 # On lists of tensors, in one kernel.
 foreach_add_: Any = torch._foreach_add_
 foreach_lerp: Any = torch._foreach_lerp
@@ -387,8 +382,6 @@ def call_with_hooks(module: nn.Module, args: Any, kwargs: Any) -> Any:
 
 # ---------------------------------------------------------------- autograd
 
-BACKWARD_FRAME = "_engine_run_backward"  # the function of torch that runs a backward pass
-
 
 def backward_pass() -> int:
     """Return the number of the backward pass that this thread runs; -1 if it runs none."""
@@ -429,7 +422,7 @@ def is_compiler_imported() -> bool:
     return COMPILER in sys.modules
 
 
-def never_compile(function: F) -> F:
+def never_compile(function: _Function) -> _Function:
     """Return a function that torch's compiler does not trace, nor those that it calls."""
     # What `torch.compiler.disable` does, without its import, and without its cost in each call.
     skip = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
@@ -437,7 +430,7 @@ def never_compile(function: F) -> F:
     return function
 
 
-def constant_when_compiled(method: F) -> F:
+def constant_when_compiled(method: _Function) -> _Function:
     """Let torch's compiler call a method while it traces, and take the result for a constant.
 
     The result is None, a number or a string. Compiled code is used again as long as the arguments

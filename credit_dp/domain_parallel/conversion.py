@@ -14,7 +14,7 @@ from credit_dp.domain_parallel.halo_exchange import HaloExchange
 from credit_dp.domain_parallel.layers.base import RowLayer, overridden_method, torch_layer_type
 from credit_dp.domain_parallel.manager import DomainParallelManager
 from credit_dp.domain_parallel.planning.trace import user_line_of
-from credit_dp.domain_parallel.rules import CONTAINERS, REGISTERED, RULES
+from credit_dp.domain_parallel.rules import REGISTERED, RULES
 from credit_dp.domain_parallel.shared_exchange import detach_shared_exchanges
 from credit_dp.errors import UserError
 from credit_dp.torch_private import (
@@ -181,15 +181,8 @@ class Conversion:
             if replacement is module and layer_type is not kind:
                 self.user_leaf_counts[kind.__name__] += 1
             return replacement
-        if isinstance(module, CONTAINERS):
-            return self._convert_children(module, path)
-        if kind.__module__.startswith("torch."):
-            raise UserError(
-                f"{path or 'model'}: {kind.__name__} has no rule for bands of rows. "
-                f"{_HOW_TO_REGISTER}"
-            )
-        # Code of the user's stays: the plan proves that it keeps rows apart.
-        if not children_of(module):
+        # Other code stays: the plan proves that it keeps rows apart.
+        if not (children_of(module) or kind.__module__.startswith("torch.")):
             self.user_leaf_counts[kind.__name__] += 1
         return self._convert_children(module, path)
 

@@ -17,23 +17,17 @@ from torch import nn
 
 from credit_dp.channel_parallel import DistributedDepthwiseConv2d
 from credit_dp.domain_parallel.layers import (
-    DomainParallelAdaptiveAvgPool,
-    DomainParallelAdaptiveMaxPool,
     DomainParallelAvgPool,
     DomainParallelBatchNorm,
-    DomainParallelConv1d,
     DomainParallelConv2d,
     DomainParallelConv3d,
-    DomainParallelConvTranspose1d,
     DomainParallelConvTranspose2d,
     DomainParallelConvTranspose3d,
     DomainParallelDepthwiseConv2d,
     DomainParallelDistributedDepthwiseConv2d,
     DomainParallelGlobalAvgPool,
-    DomainParallelGlobalMaxPool,
     DomainParallelGroupNorm,
     DomainParallelInstanceNorm,
-    DomainParallelLayerNorm,
     DomainParallelLongRangeConv2d,
     DomainParallelMatchRows,
     DomainParallelMaxPool,
@@ -43,21 +37,15 @@ from credit_dp.domain_parallel.layers import (
     DomainParallelPixelShuffle,
     DomainParallelPixelUnshuffle,
     DomainParallelPolePad,
-    DomainParallelPowerPool,
-    DomainParallelRMSNorm,
     DomainParallelRowGroups,
-    DomainParallelSoftmax,
     DomainParallelStochasticDepth,
     DomainParallelUpsample,
 )
 from credit_dp.domain_parallel.layers.conv import Conv, is_pointwise
 from credit_dp.domain_parallel.layers.pad import PAD_LAYERS
 from credit_dp.domain_parallel.layers.pool import (
-    AdaptiveAvgPool,
-    AdaptiveMaxPool,
     output_size_along,
 )
-from credit_dp.domain_parallel.layers.resample import AntialiasedUpsample
 from credit_dp.domain_parallel.partition import ROW_DIM
 from credit_dp.errors import UserError
 from credit_dp.torch_private import OpOverload, operator_of, padding_widths
@@ -87,8 +75,8 @@ def _needs_halo_conv_transpose3d(conv: nn.ConvTranspose3d) -> bool:
     return conv.kernel_size[1] > conv.stride[1]
 
 
-def _conv_rule(wrapper: Rule, row_dim: int = ROW_DIM) -> Rule:
-    """Return the rule for a kind of convolution, transposed or not, with rows in `row_dim`.
+def _conv_rule(wrapper: Rule) -> Rule:
+    """Return the rule for a kind of convolution, transposed or not.
 
     Only pointwise convolutions stay. One whose kernel is as large as its stride is wrapped as well:
     its windows don't overlap, but the edge of a band may cut one. Where bands line up, a transposed
@@ -96,9 +84,8 @@ def _conv_rule(wrapper: Rule, row_dim: int = ROW_DIM) -> Rule:
     """
 
     def rule(conv: Conv) -> nn.Module:
-        if is_pointwise(conv, padding_widths(conv), row_dim):
-            return conv  # if rows are in another dimension and meet there, the audit refuses it
-        return wrapper(conv)
+        is_kept = is_pointwise(conv, padding_widths(conv), ROW_DIM)
+        return conv if is_kept else wrapper(conv)
 
     return rule
 
@@ -109,7 +96,6 @@ def _shard_conv2d(conv: nn.Conv2d) -> nn.Module:
 
 
 def _shard_distributed_depthwise(layer: DistributedDepthwiseConv2d) -> nn.Module:
-    # A kernel of one row couples no rows; if they are in another dimension, the audit refuses it.
     return DomainParallelDistributedDepthwiseConv2d(layer) if layer.kernel_size[0] > 1 else layer
 
 
@@ -117,85 +103,31 @@ def _keep(module: nn.Module) -> nn.Module:
     return module
 
 
-def _trailing_norm_rule(wrapper: Rule) -> Rule:
-    """Return the rule of a norm over the last dimensions; a single one holds channels."""
-
-    def rule(norm: nn.LayerNorm | nn.RMSNorm) -> nn.Module:
-        return norm if len(norm.normalized_shape) == 1 else wrapper(norm)
-
-    return rule
+def _shard_adaptive_pool(pool: nn.AdaptiveAvgPool2d | nn.AdaptiveAvgPool3d) -> nn.Module:
+    return DomainParallelGlobalAvgPool(pool) if output_size_along(pool, ROW_DIM) == 1 else pool
 
 
-def _adaptive_pool_rule(to_one_row: Rule, to_rows: Rule, row_dim: int = ROW_DIM) -> Rule:
-    """Return the rule of a kind of adaptive pool with rows in `row_dim`."""
-
-    # A single output row is the same on all ranks; several are banded.
-    def rule(pool: AdaptiveAvgPool | AdaptiveMaxPool) -> nn.Module:
-        wrapper = to_one_row if output_size_along(pool, row_dim) == 1 else to_rows
-        return wrapper(pool)
-
-    return rule
-
-
-_AVG_POOL_RULE = _adaptive_pool_rule(DomainParallelGlobalAvgPool, DomainParallelAdaptiveAvgPool)
-_AVG_POOL_1D_RULE = _adaptive_pool_rule(
-    DomainParallelGlobalAvgPool, DomainParallelAdaptiveAvgPool, -1
-)
-_MAX_POOL_RULE = _adaptive_pool_rule(DomainParallelGlobalMaxPool, DomainParallelAdaptiveMaxPool)
-_MAX_POOL_1D_RULE = _adaptive_pool_rule(
-    DomainParallelGlobalMaxPool, DomainParallelAdaptiveMaxPool, -1
-)
 # Keys of modules are exact types. A subclass gets the rule of its torch layer unless it overrides
-# some of that layer's behaviour. If no rows meet where a wrapped layer is called, it computes what
-# the original layer computes.
+# some of that layer's behaviour. Other modules stay: the plan compares what they do. If no rows
+# meet where a wrapped layer is called, it computes what the original layer computes.
 RULES: dict[Any, Any] = {
-    nn.Conv1d: _conv_rule(DomainParallelConv1d, -1),  # fetch rows when kernels reach over an edge
-    nn.Conv2d: _conv_rule(_shard_conv2d),
+    nn.Conv2d: _conv_rule(_shard_conv2d),  # fetch rows when kernels reach over an edge
     nn.Conv3d: _conv_rule(DomainParallelConv3d),
-    nn.ConvTranspose1d: _conv_rule(DomainParallelConvTranspose1d, -1),
     nn.ConvTranspose2d: _conv_rule(DomainParallelConvTranspose2d),
     nn.ConvTranspose3d: _conv_rule(DomainParallelConvTranspose3d),
     DistributedDepthwiseConv2d: _shard_distributed_depthwise,
     nn.GroupNorm: DomainParallelGroupNorm,  # statistics over all bands
-    **dict.fromkeys((nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d), DomainParallelBatchNorm),
+    **dict.fromkeys((nn.BatchNorm2d, nn.BatchNorm3d), DomainParallelBatchNorm),
+    **dict.fromkeys((nn.InstanceNorm2d, nn.InstanceNorm3d), DomainParallelInstanceNorm),
     **dict.fromkeys(
-        (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d), DomainParallelInstanceNorm
-    ),
-    nn.LayerNorm: _trailing_norm_rule(DomainParallelLayerNorm),
-    nn.RMSNorm: _trailing_norm_rule(DomainParallelRMSNorm),
-    **dict.fromkeys((nn.LogSoftmax, nn.Softmax, nn.Softmin), DomainParallelSoftmax),
-    **dict.fromkeys(
-        (nn.Upsample, AntialiasedUpsample, nn.UpsamplingBilinear2d, nn.UpsamplingNearest2d),
-        DomainParallelUpsample,
+        (nn.Upsample, nn.UpsamplingBilinear2d, nn.UpsamplingNearest2d), DomainParallelUpsample
     ),
     nn.PixelShuffle: DomainParallelPixelShuffle,
     nn.PixelUnshuffle: DomainParallelPixelUnshuffle,
-    **dict.fromkeys((nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d), DomainParallelMaxPool),
-    **dict.fromkeys((nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d), DomainParallelAvgPool),
-    **dict.fromkeys((nn.LPPool1d, nn.LPPool2d, nn.LPPool3d), DomainParallelPowerPool),
+    **dict.fromkeys((nn.MaxPool2d, nn.MaxPool3d), DomainParallelMaxPool),
+    **dict.fromkeys((nn.AvgPool2d, nn.AvgPool3d), DomainParallelAvgPool),
     **dict.fromkeys(PAD_LAYERS, DomainParallelPadLayer),
-    nn.AdaptiveAvgPool1d: _AVG_POOL_1D_RULE,
-    **dict.fromkeys((nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d), _AVG_POOL_RULE),
-    nn.AdaptiveMaxPool1d: _MAX_POOL_1D_RULE,
-    **dict.fromkeys((nn.AdaptiveMaxPool2d, nn.AdaptiveMaxPool3d), _MAX_POOL_RULE),
-    **dict.fromkeys(  # act on channels or single values; the audit refuses Linear if rows are last
-        (
-            nn.CELU, nn.Dropout, nn.ELU, nn.GELU, nn.Hardswish, nn.Hardtanh, nn.Identity,
-            nn.LeakyReLU, nn.Linear, nn.LogSigmoid, nn.Mish, nn.PReLU, nn.ReLU, nn.ReLU6, nn.SELU,
-            nn.SiLU, nn.Sigmoid, nn.Softplus, nn.Tanh,
-            nn.Hardshrink, nn.Hardsigmoid, nn.Softshrink, nn.Softsign,
-            nn.Tanhshrink, nn.Threshold,
-        ),
-        _keep,
-    ),
-    **dict.fromkeys(  # kept as well: the audit finds out whether rows meet in them
-        (
-            nn.ChannelShuffle, nn.Embedding, nn.Flatten, nn.GLU, nn.GRU, nn.GRUCell,
-            nn.LocalResponseNorm, nn.LSTMCell, nn.MultiheadAttention, nn.Softmax2d,
-            nn.TransformerEncoderLayer, nn.Unflatten,
-        ),
-        _keep,
-    ),
+    **dict.fromkeys((nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d), _shard_adaptive_pool),
     # Names for the `row_rules` of models. Those that pad may have a `column_mode`.
     "periodic_conv": DomainParallelPeriodicConv2d,  # needs `conv`, `padding`; `poles` is optional
     "periodic_upsample": DomainParallelPeriodicUpsample,  # needs `refine` and `poles`
@@ -204,9 +136,8 @@ RULES: dict[Any, Any] = {
     "pole_pad": DomainParallelPolePad,  # needs `width`, `columns` and `poles`
     "row_groups": DomainParallelRowGroups,  # needs `row_dim`, `groups` and `treat`
     "stochastic_depth": DomainParallelStochasticDepth,  # needs `rate` and `draws`
-    "keep": _keep,  # computes each row separately; trusted, not audited
+    "keep": _keep,  # computes each row separately; trusted, not compared
 }  # fmt: skip
-CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 REGISTERED: set[Any] = set()  # keys of rules that `register` has added
 
 

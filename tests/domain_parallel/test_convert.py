@@ -132,17 +132,6 @@ class _GlobeNorm(nn.Module):
         return x / (x.square().mean((-2, -1), keepdim=True) + 1e-5).sqrt()
 
 
-def test_layers_without_a_rule_stay():
-    for layer in (nn.FractionalMaxPool2d(2, 2), nn.LSTM(4, 4)):
-        message = f"0: {type(layer).__name__} has no rule for bands of rows"
-        with entry(message):
-            refusal = plan_report(nn.Sequential(layer), (1, 4, 9, 6), 2).refusal
-            assert refusal.startswith(message)
-            assert "row_rules" in refusal
-            assert "custom_converters" in refusal
-            assert "\n" not in refusal
-
-
 def test_a_leaf_can_be_registered():
     model = nn.Sequential(_Leaf())
     convert_to_domain_parallel(model, _mock(), custom_converters={_Leaf: lambda m: m})

@@ -20,14 +20,13 @@ from credit_dp.domain_parallel.convert import (
 )
 from credit_dp.domain_parallel.halo_exchange import HaloExchange, _HaloExchangeFunction
 from credit_dp.domain_parallel.layers import (
-    DomainParallelConv1d,
     DomainParallelConv2d,
     DomainParallelConv3d,
     DomainParallelConvTranspose2d,
     DomainParallelConvTranspose3d,
     DomainParallelGroupNorm,
     DomainParallelInterpolate,
-    DomainParallelPad,
+    DomainParallelPadLayer,
     DomainParallelPeriodicConv2d,
 )
 from credit_dp.models.unet import PeriodicConv2d
@@ -96,8 +95,6 @@ def test_wrappers():
         assert (layer.halo_width, layer.halo_exchange.halo_width) == (halo, halo), args
         assert layer.conv is conv
     assert DomainParallelConv2d(nn.Conv2d(1, 1, 3), shard_dim=2).dim == -2
-    line = DomainParallelConv1d(nn.Conv1d(1, 1, 3), shard_dim=2)
-    assert (line.shard_dim, line.dim, line.halo_exchange.dim) == (2, -1, -1)
     patches = DomainParallelConvTranspose3d(nn.ConvTranspose3d(1, 1, (2, 4, 4), (2, 4, 4)))
     assert (patches.halo_width, patches.dim) == (0, -2)
 
@@ -162,7 +159,7 @@ def _function(manager, width, dim):
     (expected,) = torch.autograd.grad(module, band, cotangent)
     assert torch.equal(grad, expected)
     if width:  # it is what layers run, too
-        layer = DomainParallelPad((0, 0, width, width), "reflect", manager=manager)
+        layer = DomainParallelPadLayer(nn.ReflectionPad2d((0, 0, width, width)), manager=manager)
         assert layer(band).grad_fn.name() == padded.grad_fn.name()
 
 

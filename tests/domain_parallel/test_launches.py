@@ -144,7 +144,6 @@ LAYERS = {
     "group norm": (lambda: nn.GroupNorm(3, 6), 28, 52),
     "batch norm": (lambda: nn.BatchNorm2d(6), 38, 22),
     "instance norm": (lambda: nn.InstanceNorm2d(6, affine=True), 32, 18),
-    "layer norm": (lambda: nn.LayerNorm((24, 8)), 35, 17),
 }
 
 

@@ -128,7 +128,9 @@ class Enter(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         """Return the gradient of the band, or the share of that of a whole tensor."""
         rows, domain = ctx.rows, ctx.domain
-        if not isinstance(rows, Band):
+        if rows is PARTIAL:  # the ranks' tensors differ, and each has all of the gradient
+            return whole(grad), None, None
+        if rows is WHOLE:
             return share_of_gradient(grad, domain), None, None
         local: Tensor = Leave.apply(grad, rows, domain)  # type: ignore[no-untyped-call]
         return _scaled(local, domain.loss_factor), None, None

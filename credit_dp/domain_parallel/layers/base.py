@@ -11,9 +11,9 @@ answers the call instead.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from itertools import count
-from typing import Any, ClassVar, NamedTuple, Protocol, final
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -424,24 +424,6 @@ class RowLayer(_WrappedTypeMixin, nn.Module, ABC):
             if name.startswith("__"):  # copying and comparing must not use the wrapped layer
                 raise
             return getattr(self.__dict__["wrapped"], name)
-
-
-@final
-class FunctionModule(nn.Module):
-    """A function of torch as a module, which a domain-parallel layer can wrap."""
-
-    def __init__(self, function: Callable[..., Tensor], *settings: Any) -> None:
-        super().__init__()
-        self.function = function
-        self.settings = settings
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return the function of `x` with the settings."""
-        return self.function(x, *self.settings)
-
-    def extra_repr(self) -> str:
-        """Return the name of the function and its settings."""
-        return ", ".join(map(str, (self.function.__name__, *self.settings)))
 
 
 class SharedRows(Protocol):

@@ -271,36 +271,6 @@ class _PaddedConv(_RowConv):
 
 
 @final
-class DomainParallelConv1d(_PaddedConv):
-    """A `Conv1d` along the rows of one band, equal to that layer on the whole globe.
-
-    Supports every kernel, stride, dilation, padding and padding mode, and any bands.
-
-    Args:
-        conv: the layer to shard; parameters are shared with it.
-        shard_dim: the row dimension of the input, its last one.
-        manager: by default `get_domain_parallel_manager()`, looked up at the first forward.
-
-    Shapes:
-        `(B, C_in, H_local)` -> `(B, C_out, H_out_local)`; without `B` too.
-
-    Raises:
-        UserError: `shard_dim` is not the last dimension.
-    """
-
-    row_dim = -1
-
-    def __init__(
-        self,
-        conv: nn.Conv1d,
-        shard_dim: int = -1,
-        *,
-        manager: DomainParallelManager | None = None,
-    ) -> None:
-        super().__init__(conv, shard_dim, manager=manager)
-
-
-@final
 class DomainParallelConv2d(_PaddedConv):
     """A `Conv2d` on one band of rows, equal to that layer on the whole globe.
 

@@ -116,37 +116,6 @@ class _RowConvTranspose(ConvLayer):
 
 
 @final
-class DomainParallelConvTranspose1d(_RowConvTranspose):
-    """A `ConvTranspose1d` along the rows of one band, equal to that layer on the whole globe.
-
-    Supports every kernel, stride, padding, output padding, dilation and number of groups. Nothing
-    is sent where the kernel equals the stride and the bands line up.
-
-    Args:
-        conv: the layer to shard; parameters are shared with it.
-        shard_dim: the row dimension of the input, its last one.
-        manager: by default `get_domain_parallel_manager()`, looked up at the first forward.
-
-    Shapes:
-        `(B, C_in, H_local)` -> `(B, C_out, H_out_local)`; without `B` too.
-
-    Raises:
-        UserError: `shard_dim` is not the last dimension.
-    """
-
-    row_dim = -1
-
-    def __init__(
-        self,
-        conv: nn.ConvTranspose1d,
-        shard_dim: int = -1,
-        *,
-        manager: DomainParallelManager | None = None,
-    ) -> None:
-        super().__init__(conv, shard_dim, manager=manager)
-
-
-@final
 class DomainParallelConvTranspose2d(_RowConvTranspose):
     """A `ConvTranspose2d` on one band of rows, equal to that layer on the whole globe.
 

@@ -16,7 +16,6 @@ from credit_dp.domain_parallel.bands.norms import (
     GlobalReduction,
     Moments,
     mean_and_variance,
-    mean_square,
     norm_backward,
     norm_forward,
     summed_to,
@@ -29,7 +28,6 @@ from credit_dp.domain_parallel.layers.base import Bands, RowLayer
 from credit_dp.domain_parallel.manager import DomainParallelManager
 from credit_dp.domain_parallel.planned_run import active_planner
 from credit_dp.errors import UserError
-from credit_dp.torch_private import AUTOCAST_WIDENS_RMS_NORM
 
 
 class ReductionLayer(RowLayer):
@@ -59,22 +57,6 @@ class ReductionLayer(RowLayer):
     @abstractmethod
     def reduce(self, x: Tensor, bands: Bands) -> Any:
         """Return this band's output, with statistics of all bands; a collective."""
-
-
-def cast_for_autocast(x: Tensor) -> Tensor:
-    """Return `x` in the dtype in which autocast runs sums, softmax and layer norm.
-
-    On GPUs that is at least float32; on CPUs autocast does not change these operations.
-    """
-    device_type = x.device.type
-    if device_type == "cpu" or not torch.amp.is_autocast_available(device_type):
-        return x
-    return x.to(accumulation_dtype(x)) if torch.is_autocast_enabled(device_type) else x
-
-
-def cast_for_rms_norm(x: Tensor) -> Tensor:
-    """Return `x` in the dtype in which autocast runs RMS norms with this version of torch."""
-    return cast_for_autocast(x) if AUTOCAST_WIDENS_RMS_NORM else x
 
 
 def normalise(
@@ -312,105 +294,3 @@ class DomainParallelInstanceNorm(ReductionLayer):
             update_running_statistics(running, moments, reduction.count(x), momentum)
         per_channel = (self.num_features, *(1,) * self._spatial_ndim)
         return normalise(x, moments, self.eps, self.weight, self.bias, reduction, per_channel)
-
-
-class _TrailingNorm(ReductionLayer):
-    """Normalisation over the last dimensions, with a `normalized_shape` of the whole globe."""
-
-    _cast = staticmethod(cast_for_autocast)
-
-    def __init__(
-        self,
-        norm: nn.LayerNorm | nn.RMSNorm,
-        shard_dim: int = -2,
-        *,
-        manager: DomainParallelManager | None = None,
-    ) -> None:
-        super().__init__(norm, shard_dim, manager)
-
-    def couples_rows(self, dim: int, ndim: int) -> bool:
-        """Return whether `dim` is one of the normalised dimensions."""
-        return -dim <= len(self.normalized_shape)
-
-    def reduce(self, x: Tensor, bands: Bands) -> Tensor:
-        """Return the band, normalised by the globe's moments, with its rows of the parameters."""
-        if self.normalized_shape[self.dim] != bands.input.height:
-            raise UserError(
-                f"{type(self).__name__}: the globe has {bands.input.height} rows, normalized_shape "
-                f"is {tuple(self.normalized_shape)}. Set its dimension {self.dim} to that height."
-            )
-        x = self._cast(x)
-        dims = tuple(range(-len(self.normalized_shape), 0))
-        reduction = GlobalReduction(dims, self.dim, bands.input.sizes, self.manager.transport)
-        weight, bias = (self._local_rows(p, bands) for p in (self.weight, self._bias()))
-        return normalise(x, self._moments(x, reduction), self._eps(x), weight, bias, reduction)
-
-    def _local_rows(self, parameter: Tensor | None, bands: Bands) -> Tensor | None:
-        """Return a view of this rank's rows of a parameter.
-
-        Autograd gives the other rows a gradient of zero, so the sum over ranks is the gradient.
-        """
-        if parameter is None:
-            return None
-        rows = bands.input.rows(self.manager.domain_rank)
-        return parameter.narrow(self.dim, rows.start, rows.stop - rows.start)
-
-    @abstractmethod
-    def _moments(self, x: Tensor, reduction: GlobalReduction) -> Moments: ...
-
-    @abstractmethod
-    def _eps(self, x: Tensor) -> float: ...
-
-    def _bias(self) -> Tensor | None:
-        return None
-
-
-@final
-class DomainParallelLayerNorm(_TrailingNorm):
-    """A `LayerNorm` over rows on one band, equal to that layer on the whole globe.
-
-    Parameters keep the globe's shape; each rank uses its rows of them. One small collective in
-    forward and one in backward.
-
-    Args:
-        norm: the layer to shard; parameters are shared with it.
-        shard_dim: the row dimension of the input; a plan may replace it.
-        manager: by default `get_domain_parallel_manager()`, looked up at the first forward.
-
-    Shapes:
-        `(..., H_local, ...)` -> the same; `normalized_shape` has `H_global`.
-
-    Raises:
-        UserError: `normalized_shape` has another number of rows than the globe.
-
-    Source: Ba, Kiros & Hinton 2016, eq. 4.
-    """
-
-    def _moments(self, x: Tensor, reduction: GlobalReduction) -> Moments:
-        return mean_and_variance(x, reduction)
-
-    def _eps(self, x: Tensor) -> float:
-        return float(self.eps)
-
-    def _bias(self) -> Tensor | None:
-        bias: Tensor | None = self.bias
-        return bias
-
-
-@final
-class DomainParallelRMSNorm(_TrailingNorm):
-    """An `RMSNorm` over rows on one band, equal to that layer on the whole globe.
-
-    See `DomainParallelLayerNorm` for arguments, shapes and errors.
-
-    Source: Zhang & Sennrich 2019, eq. 4.
-    """
-
-    _cast = staticmethod(cast_for_rms_norm)
-
-    def _moments(self, x: Tensor, reduction: GlobalReduction) -> Moments:
-        return mean_square(x, reduction)
-
-    def _eps(self, x: Tensor) -> float:
-        # As in torch, None means the machine epsilon of the dtype it computes in.
-        return torch.finfo(accumulation_dtype(x)).eps if self.eps is None else float(self.eps)

@@ -14,20 +14,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from credit_dp.domain_parallel.bands.padding import padded_rows, rolled_rows
+from credit_dp.domain_parallel.bands.padding import padded_rows
 from credit_dp.domain_parallel.exchange import RowRange
 from credit_dp.domain_parallel.halo_exchange import memory_format_of
 from credit_dp.domain_parallel.layers.base import (
     Bands,
     ConstantFillLayer,
-    FunctionModule,
     RowLayer,
     StencilLayer,
     torch_layer_type,
 )
 from credit_dp.domain_parallel.manager import DomainParallelManager
 from credit_dp.domain_parallel.partition import ROW_DIM
-from credit_dp.errors import UserError
 
 MODES = ("constant", "reflect", "replicate", "circular")
 
@@ -196,44 +194,6 @@ class _RowPad(ConstantFillLayer, ABC):
 
 
 @final
-class DomainParallelPad(_RowPad):
-    """`F.pad` on one band of rows, equal to it on the whole globe.
-
-    Supports every width, also wider than a band; negative widths crop.
-
-    Args:
-        pad: widths in the order of `torch.nn.functional.pad`: west, east, north, south, ...
-        mode: `constant`, `reflect`, `replicate` or `circular`.
-        value: the fill value of the mode `constant`, 0 by default.
-        shard_dim: the row dimension of the input.
-        manager: by default `get_domain_parallel_manager()`, looked up at the first forward.
-
-    Shapes:
-        `(..., H_local, W)` -> `(..., H_out_local, W_out)`.
-
-    Raises:
-        UserError: the mode is unknown.
-    """
-
-    def __init__(
-        self,
-        pad: tuple[int, ...],
-        mode: str = "constant",
-        value: float | None = None,
-        shard_dim: int = ROW_DIM,
-        *,
-        manager: DomainParallelManager | None = None,
-    ) -> None:
-        if mode not in MODES:
-            raise UserError(
-                f"DomainParallelPad: mode must be one of {', '.join(MODES)}, got {mode}."
-            )
-        pad = tuple(pad)
-        module = FunctionModule(F.pad, pad, mode, value)
-        super().__init__(module, pad, mode, value or 0.0, shard_dim, manager)
-
-
-@final
 class DomainParallelPadLayer(_RowPad):
     """A torch padding layer on one band of rows, equal to that layer on the whole globe.
 
@@ -347,78 +307,3 @@ class DomainParallelMatchRows(RowLayer):
     def compute(self, x: Tensor, bands: Bands) -> Tensor:
         """Return this rank's rows of the cropped globe."""
         return self.fetch(x, bands)
-
-
-@final
-class DomainParallelRoll(RowLayer):
-    """`torch.roll` on one band of rows, equal to it on the whole globe.
-
-    Args:
-        shifts: number of entries to shift by, one for each of `dims`.
-        dims: dimensions to roll, counted from the start or the end.
-        shard_dim: the row dimension of the input.
-        manager: by default `get_domain_parallel_manager()`, looked up at the first forward.
-
-    Shapes:
-        `(..., H_local, W)` -> the same.
-
-    Raises:
-        UserError: `shifts` and `dims` differ in length, or `dims` is empty.
-    """
-
-    def __init__(
-        self,
-        shifts: int | tuple[int, ...],
-        dims: int | tuple[int, ...],
-        shard_dim: int = ROW_DIM,
-        *,
-        manager: DomainParallelManager | None = None,
-    ) -> None:
-        shifts = (shifts,) if isinstance(shifts, int) else tuple(shifts)
-        dims = (dims,) if isinstance(dims, int) else tuple(dims)
-        if not dims or len(shifts) != len(dims):
-            raise UserError(
-                f"DomainParallelRoll: needs one shift for each dimension, got shifts {shifts} "
-                f"and dims {dims}. Give both the same length."
-            )
-        super().__init__(FunctionModule(torch.roll, shifts, dims), shard_dim, manager)
-        self.shifts, self.dims = shifts, dims
-        self._row_shift = 0
-
-    def _check_dim(self) -> None:
-        """Accept rows in any dimension."""
-
-    def couples_rows(self, dim: int, ndim: int) -> bool:
-        """Return whether the dimension is rolled."""
-        self._row_shift = self._shift_along(dim, ndim)
-        return dim % ndim in {d % ndim for d in self.dims}
-
-    def _shift_along(self, dim: int, ndim: int) -> int:
-        """Return how far a dimension is rolled."""
-        shifts = zip(self.shifts, self.dims, strict=True)
-        return sum(shift for shift, rolled in shifts if rolled % ndim == dim % ndim)
-
-    def out_height(self, height: int, *others: Tensor) -> int:
-        """Return the same height."""
-        return height
-
-    def required_rows(self, out: slice, height: int) -> tuple[RowRange, ...]:
-        """Return the rows that are shifted to `out`."""
-        return rolled_rows(out, height, self._row_shift)
-
-    def compute(self, x: Tensor, bands: Bands) -> Tensor:
-        """Return this rank's rows of the rolled globe."""
-        shifts = [(s, d % x.ndim) for s, d in zip(self.shifts, self.dims, strict=True)]
-        row_dim = self.dim % x.ndim
-        row_shift = self._shift_along(row_dim, x.ndim)
-        if row_shift != self._row_shift:
-            # Cached exchanges fetch the rows of another shift.
-            self._row_shift = row_shift
-            self.forget_exchanges()
-            self._compiled_exchanges = {}
-        other_shifts = [(shift, dim) for shift, dim in shifts if dim != row_dim]
-        rows = self.fetch(x, bands)
-        if other_shifts:
-            return rows.roll(*zip(*other_shifts, strict=True))
-        # Torch copies even what it does not move: either may be changed in place.
-        return rows if row_shift % bands.input.height else rows.clone()

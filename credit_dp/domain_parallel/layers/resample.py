@@ -13,26 +13,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from credit_dp.constants import cached_constant
 from credit_dp.domain_parallel.bands.interpolation import (
     LINEAR,
     NEAREST,
     InterpolationTable,
     gradient_table_of_nearest,
     interpolation_table_of,
-    select_rows,
-)
-from credit_dp.domain_parallel.bands.pooling import (
-    adaptive_span,
-    adaptive_window_rows,
-    global_flat_indices,
 )
 from credit_dp.domain_parallel.bands.rows import pad_rows
 from credit_dp.domain_parallel.exchange import RowRange
 from credit_dp.domain_parallel.halo_exchange import memory_format_of
 from credit_dp.domain_parallel.layers.base import Bands, RowLayer, StencilLayer
 from credit_dp.domain_parallel.layers.pad import column_padding_of
-from credit_dp.domain_parallel.layers.pool import SpatialPool, output_size_along
 from credit_dp.domain_parallel.manager import DomainParallelManager
 from credit_dp.domain_parallel.partition import ROW_DIM
 from credit_dp.errors import UserError
@@ -164,53 +156,15 @@ class _WithGradientOf(torch.autograd.Function):
 
 
 MODES = (*NEAREST, *LINEAR, "bicubic", "area")
-ANTIALIASED_MODES = ("bilinear", "bicubic")
 
 
-@final
-class AntialiasedUpsample(nn.Module):
-    """`F.interpolate` with `antialias=True`, in the modes `bilinear` and `bicubic`."""
-
-    def __init__(
-        self,
-        size: int | tuple[int, ...] | None = None,
-        scale_factor: float | tuple[float, ...] | None = None,
-        mode: str = "bilinear",
-        align_corners: bool | None = None,
-        recompute_scale_factor: bool | None = None,
-    ) -> None:
-        super().__init__()
-        self.size, self.scale_factor, self.mode = size, scale_factor, mode
-        self.align_corners = align_corners
-        self.recompute_scale_factor = recompute_scale_factor
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return the interpolation of `(B, C, H, W)`."""
-        return F.interpolate(
-            x,
-            self.size,
-            self.scale_factor,
-            self.mode,
-            self.align_corners,
-            recompute_scale_factor=self.recompute_scale_factor,
-            antialias=True,
-        )
-
-
-def _input_ndim(upsample: nn.Upsample | AntialiasedUpsample) -> int:
+def _input_ndim(upsample: nn.Upsample) -> int:
     """Return the number of dimensions of the input as far as the settings say, else 4."""
-    of_modes = {"linear": 1, "trilinear": 3}
+    of_modes = {"trilinear": 3}
     for setting in (upsample.size, upsample.scale_factor):
         if isinstance(setting, (tuple, list)):
             return NON_SPATIAL + len(setting)
     return NON_SPATIAL + of_modes.get(upsample.mode, 2)
-
-
-def has_one_column(width: int, size: Any, scale_factor: Any) -> bool:
-    """Return whether an interpolation of fields with `width` columns returns one column."""
-    setting = scale_factor if size is None else size
-    last = setting[-1] if isinstance(setting, (tuple, list)) else setting
-    return int(last if size is not None else width * last) == 1
 
 
 class _Interpolate(InterpolationLayer, ABC):
@@ -218,7 +172,7 @@ class _Interpolate(InterpolationLayer, ABC):
 
     def __init__(
         self,
-        upsample: nn.Upsample | AntialiasedUpsample,
+        upsample: nn.Upsample,
         shard_dim: int = ROW_DIM,
         *,
         manager: DomainParallelManager | None = None,
@@ -228,10 +182,6 @@ class _Interpolate(InterpolationLayer, ABC):
         super().__init__(upsample, dim, manager, ndim=ndim)
         self.shard_dim = shard_dim
         self._gradient_tables: dict[tuple[int, int, DtypeAndDevice], InterpolationTable] = {}
-
-    @property
-    def _antialias(self) -> bool:
-        return isinstance(self.__dict__["wrapped"], AntialiasedUpsample)
 
     def _check_dim(self) -> None:
         one_dimensional = self.dim == -1 and self.shard_dim == -1
@@ -246,27 +196,19 @@ class _Interpolate(InterpolationLayer, ABC):
             mode=mode,
             align_corners=self.align_corners,
             recompute_scale_factor=self.recompute_scale_factor,
-            antialias=self._antialias,
         )
 
     def apply_along_rows(self, x: Tensor) -> Tensor:
         """Return the interpolation of a single column."""
         mode = "bilinear" if self.mode in LINEAR else self.mode
-        # Two columns, as torch 2.13 returns wrong rows of a single one with antialias on a CPU.
-        x = x.expand(*x.shape[:-1], 2)
         if self.size is not None:
-            y = self._interpolate(x, (self.row_setting(self.size), 2), None, mode)
+            y = self._interpolate(x, (self.row_setting(self.size), 1), None, mode)
         else:
             y = self._interpolate(x, None, (self.row_setting(self.scale_factor), 1.0), mode)
-        return y[..., :1]
+        return y
 
     def apply_along_other_dims(self, x: Tensor) -> Tensor:
         """Return the interpolation along columns and levels."""
-        if self._antialias and has_one_column(x.shape[-1], self.size, self.scale_factor):
-            raise UserError(
-                "interpolate: with antialias torch returns wrong rows if the output has a single "
-                "column. Set antialias=False or interpolate to two columns or more."
-            )
         setting = self.scale_factor if self.size is None else self.size
         one_for_all = isinstance(setting, (int, float))
         settings = [setting] * (x.ndim - NON_SPATIAL) if one_for_all else list(setting)
@@ -324,7 +266,6 @@ class DomainParallelInterpolate(_Interpolate):
         scale_factor: instead of `size`, one for all dimensions or one for each.
         align_corners: see `torch.nn.functional.interpolate`.
         recompute_scale_factor: see `torch.nn.functional.interpolate`.
-        antialias: see `torch.nn.functional.interpolate`; in the modes `bilinear` and `bicubic`.
         manager: by default `get_domain_parallel_manager()`, looked up at the first forward.
 
     Shapes:
@@ -332,7 +273,7 @@ class DomainParallelInterpolate(_Interpolate):
         `(B, C, H_local)`.
 
     Raises:
-        UserError: the mode is unknown, or has no antialias; or `size` has as many rows as an input
+        UserError: the mode is unknown; or `size` has as many rows as an input
             band, which is most likely a mistake (convert an `nn.Upsample` if it is not).
     """
 
@@ -345,18 +286,13 @@ class DomainParallelInterpolate(_Interpolate):
         scale_factor: float | tuple[float, ...] | None = None,
         align_corners: bool | None = None,
         recompute_scale_factor: bool | None = None,
-        antialias: bool = False,
         manager: DomainParallelManager | None = None,
     ) -> None:
-        modes = ANTIALIASED_MODES if antialias else MODES
-        if mode not in modes:
-            setting = " with antialias" if antialias else ""
+        if mode not in MODES:
             raise UserError(
-                f"DomainParallelInterpolate: mode must be one of {', '.join(modes)}{setting}, got "
-                f"{mode}."
+                f"DomainParallelInterpolate: mode must be one of {', '.join(MODES)}, got {mode}."
             )
-        kind = AntialiasedUpsample if antialias else nn.Upsample
-        upsample = kind(size, scale_factor, mode, align_corners, recompute_scale_factor)
+        upsample = nn.Upsample(size, scale_factor, mode, align_corners, recompute_scale_factor)
         super().__init__(upsample, shard_dim, manager=manager)
 
     def compute(self, x: Tensor, bands: Bands) -> Tensor:
@@ -416,105 +352,6 @@ class DomainParallelPeriodicUpsample(StencilLayer):
         return F.pad(finer, (-2, -2, 2 * first - out.start, out.stop - 2 * stop))
 
 
-class _AdaptivePool(SpatialPool, ABC):
-    """Pooling to several rows; the heights of input and output determine the windows."""
-
-    def couples_rows(self, dim: int, ndim: int) -> bool:
-        """Return whether `dim` is pooled.
-
-        Raises:
-            UserError: it is pooled to one entry, which this layer can't do.
-        """
-        wrapped = self.__dict__["wrapped"]
-        if dim < -self._spatial_ndim:
-            return False
-        if output_size_along(wrapped, dim) == 1:
-            raise UserError(
-                f"{type(wrapped).__name__}: rows are in dimension {dim}, where output_size is 1. "
-                f"It needs them in {max(ROW_DIM, -self._spatial_ndim)}. Move them there before "
-                "this layer."
-            )
-        return True
-
-    def _output_height(self, height: int) -> int:
-        return output_size_along(self.__dict__["wrapped"], self.dim) or height
-
-    def _pool_to_rows(self, x: Tensor, rows: int) -> Any:
-        """Apply torch's pool with another number of output rows."""
-        size: list[int | None] = [
-            output_size_along(self.__dict__["wrapped"], dim)
-            for dim in range(-self._spatial_ndim, 0)
-        ]
-        size[self.dim] = rows
-        indices = (True,) if getattr(self.__dict__["wrapped"], "return_indices", False) else ()
-        name = f"adaptive_{self._pool_name}_pool{self._spatial_ndim}d"
-        return getattr(nn.functional, name)(x, size if self._spatial_ndim > 1 else rows, *indices)
-
-    _pool_name: str
-
-
-@final
-class DomainParallelAdaptiveAvgPool(_AdaptivePool, InterpolationLayer):
-    """An `nn.AdaptiveAvgPool*d` to several rows, equal to that layer on the whole globe.
-
-    Args:
-        pool: the layer to shard; its output size is that of the whole globe, not 1 along the rows.
-        shard_dim: the row dimension of the input; by default -2, or -1 for one-dimensional pools.
-        manager: by default `get_domain_parallel_manager()`, looked up at the first forward.
-
-    Shapes:
-        `(B, C, H_local, W)` -> `(B, C, H_out_local, W_out)`, or another number of dimensions.
-    """
-
-    _pool_name = "avg"
-
-    def apply_along_rows(self, x: Tensor) -> Tensor:
-        """Return the pooled single column."""
-        return nn.functional.adaptive_avg_pool2d(x, (self._output_height(x.shape[-2]), 1))
-
-    def apply_along_other_dims(self, x: Tensor) -> Tensor:
-        """Return the band, pooled along all dimensions except the rows."""
-        y: Tensor = self._pool_to_rows(x, x.shape[self.dim])
-        return y
-
-
-@final
-class DomainParallelAdaptiveMaxPool(_AdaptivePool, StencilLayer):
-    """An `nn.AdaptiveMaxPool*d` to several rows, equal to that layer on the whole globe.
-
-    `return_indices` returns flat indices into the whole globe. See `DomainParallelAdaptiveAvgPool`
-    for arguments and shapes.
-    """
-
-    _pool_name = "max"
-
-    def out_height(self, height: int, *others: Tensor) -> int:
-        """Return the global output height."""
-        return self._output_height(height)
-
-    def input_span(self, out: slice, height: int) -> tuple[int, int]:
-        """Return the rows of the windows."""
-        return adaptive_span(out, self._output_height(height), height)
-
-    def compute(self, x: Tensor, bands: Bands) -> Tensor | tuple[Tensor, Tensor]:
-        """Return this rank's output rows."""
-        height = bands.input.height
-        out = bands.output.rows(self.manager.domain_rank)
-        indices = adaptive_window_rows(out, bands.output.height, height)
-        window_rows = cached_constant(list, indices, x.device, torch.int64)
-        rows = self.fetch(x, bands)
-        if height % bands.output.height:  # else the windows do not overlap
-            local_rows = window_rows - self.input_span(out, height)[0]
-            rows = select_rows(rows, self.dim, local_rows)
-        pooled = self._pool_to_rows(rows, out.stop - out.start)
-        if not self.return_indices:
-            return pooled  # type: ignore[no-any-return]
-        maxima, indices = pooled
-        columns = x.shape[self.dim :].numel() // x.shape[self.dim]
-        return maxima, global_flat_indices(indices, window_rows, columns, height)
-
-
-# Pixel shuffles move entries between these dimensions; rows may be in either of the spatial ones.
 SPATIAL_DIMS = (-2, -1)
 CHANNEL_DIM = -3
 

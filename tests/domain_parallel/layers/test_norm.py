@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from credit_dp.domain_parallel import (
     DomainParallelGroupNorm,
@@ -21,9 +20,6 @@ from credit_dp.domain_parallel import (
 )
 from credit_dp.domain_parallel.bands import group_norm
 from credit_dp.domain_parallel.halo_exchange import CHANNELS_LAST_FORMATS
-from credit_dp.domain_parallel.layers import DomainParallelLayerNorm
-from credit_dp.domain_parallel.layers.norm import cast_for_autocast, cast_for_rms_norm
-from credit_dp.errors import UserError
 from tests.domain_parallel.equality import (
     OPERATOR,
     THREADS,
@@ -262,30 +258,6 @@ def test_a_plan_needs_no_number_of_batches():
     assert all(norm.num_batches_tracked == 0 for norm in model[::2])
 
 
-WIDENED = [
-    (lambda x: F.layer_norm(x, (3,)), cast_for_autocast),
-    (lambda x: F.rms_norm(x, (3,)), cast_for_rms_norm),
-    (lambda x: x.softmax(-1), cast_for_autocast),
-    (lambda x: x.log_softmax(-1), cast_for_autocast),
-    (lambda x: x.sum(-1), cast_for_autocast),
-    (lambda x: x.mean(-1), lambda x: x),
-    (lambda x: F.batch_norm(x, None, None, training=True), lambda x: x),
-]
-
-
-def test_what_autocast_widens_on_gpus():
-    with FakeTensorMode():
-        x = torch.zeros(2, 3, dtype=torch.bfloat16, device="cuda")
-        assert cast_for_autocast(x).dtype == cast_for_rms_norm(x).dtype == torch.bfloat16
-        torch.set_autocast_enabled("cuda", True)
-        try:
-            assert cast_for_autocast(x).dtype == torch.float32
-            for number, (operation, cast) in enumerate(WIDENED):
-                assert operation(x).dtype == cast(x).dtype, number
-        finally:
-            torch.set_autocast_enabled("cuda", False)
-
-
 def test_norms_of_channels_stay_as_they_are():
     def types(manager):
         model = nn.Sequential(nn.LayerNorm(5), nn.RMSNorm(5), nn.LocalResponseNorm(2))
@@ -293,16 +265,6 @@ def test_norms_of_channels_stay_as_they_are():
         return [type(layer) for layer in model]
 
     assert on_threads(2, types)[0] == [nn.LayerNorm, nn.RMSNorm, nn.LocalResponseNorm]
-
-
-def _wrong_shape(manager):
-    layer = DomainParallelLayerNorm(nn.LayerNorm((10, 5)), manager=manager)
-    with pytest.raises(UserError, match=r"the globe has 9 rows, normalized_shape is \(10, 5\)"):
-        layer(torch.zeros(1, 2, 3, 5))
-
-
-def test_a_normalized_shape_of_another_globe_is_refused():
-    on_threads(3, _wrong_shape)
 
 
 # --- the ways in which a group norm computes -----------------------------------------------

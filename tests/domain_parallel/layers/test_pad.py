@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.nn.functional as F
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import nn
 
 from credit_dp.domain_parallel import convert_to_domain_parallel, gather_tensor, shard_tensor
-from credit_dp.domain_parallel.layers import DomainParallelPad, DomainParallelPolePad
+from credit_dp.domain_parallel.layers import DomainParallelPolePad
 from credit_dp.models.blocks import POLE_PADDINGS, PolePad
-from tests.domain_parallel.equality import THREADS, assert_same_as_whole_globe, error
+from tests.domain_parallel.equality import THREADS, assert_same_as_whole_globe
 from tests.domain_parallel.models import Moved
-from tests.ranks import DEVICE, RankError, on_threads
+from tests.ranks import DEVICE, on_threads
 from tests.tables import entry
 
 KINDS = ["Zero", "Constant", "Reflection", "Replication", "Circular"]
@@ -61,45 +60,6 @@ def test_rows_apart_and_wider_than_two_bands():
             model = (getattr(nn, f"{kind}Pad{spatial}d"), (1,), move)
             with entry((kind, move)):
                 on_threads(3, assert_same_as_whole_globe, _model, model, (2, 3, 7, 4))
-
-
-def _padded(manager, x, cotangent, args):
-    band = shard_tensor(x, manager=manager).requires_grad_()
-    made = DomainParallelPad(*args, manager=manager)(band)
-    made.backward(shard_tensor(cotangent, manager=manager))
-    return gather_tensor(made.detach(), manager=manager), gather_tensor(band.grad, manager=manager)
-
-
-BY_HAND = [
-    ((1, 2, 3, 4),),
-    ((0, 0, 3, 4), "constant", -torch.inf),
-    ((0, 0, -2, 1), "reflect"),
-    ((2, 2, 8, 0), "circular"),
-    ((0, 0, 9, 9, 1, 0), "replicate"),
-    ((0, 0, 0, 0, 2, 1, 1, 0),),  # channels and samples too
-    ((2, 2),),  # columns only
-]
-
-
-def test_pad_by_hand():
-    for args in BY_HAND:
-        x = torch.randn(2, 3, 8, 5, dtype=torch.float64)
-        if len(args[0]) == 6 and len(args) > 1:
-            x = x[:, :, None].repeat(1, 1, 2, 1, 1)
-        y = x.clone().requires_grad_()
-        whole = F.pad(y, *args)
-        cotangent = torch.randn_like(whole)
-        whole.backward(cotangent)
-        for made, grad in on_threads(4, _padded, x, cotangent, args):
-            assert torch.equal(made, whole.detach()), args
-            assert error(grad, y.grad) < 1e-14, args
-
-
-def test_circular_pad_refuses_what_wraps_twice():
-    """Of eleven rows nine are left after cropping: ten of them can't be shown."""
-    x = torch.zeros(1, 1, 11, 4)
-    with pytest.raises(RankError, match="10 rows beyond a pole need as many"):
-        on_threads(2, _padded, x, x, ((0, 0, 10, -2), "circular"))
 
 
 class _PolePadded(nn.Module):

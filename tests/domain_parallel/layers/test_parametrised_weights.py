@@ -69,8 +69,8 @@ def _model(name):
             group_norm,
             channels,
             norm(nn.ConvTranspose2d(4, 4, 4, 2, 1)),
+            Moved(norm(nn.Conv3d(4, 4, (1, 3, 3), padding=(0, 1, 1))), "times"),
             Moved(norm(nn.Conv1d(4, 4, 3, padding=1)), "samples"),
-            Moved(norm(nn.Conv1d(4, 4, 3, padding=1)), "columns"),
             periodic,
         )
     return model.double()

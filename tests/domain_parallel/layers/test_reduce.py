@@ -4,36 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import assume, given
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from credit_dp.domain_parallel import build, convert_to_domain_parallel, shard_tensor
-from credit_dp.domain_parallel.layers.base import FunctionModule
-from credit_dp.domain_parallel.layers.reduce import (
-    DomainParallelMax,
-    DomainParallelMean,
-    DomainParallelSum,
-)
+from credit_dp.domain_parallel import convert_to_domain_parallel, shard_tensor
 from tests.domain_parallel.equality import THREADS, assert_same_as_whole_globe
 from tests.ranks import on_threads, seeded
 from tests.tables import entry
-
-REDUCTIONS = {
-    torch.mean: DomainParallelMean,
-    torch.sum: DomainParallelSum,
-    torch.amax: DomainParallelMax,
-}
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _rule_of_reductions():
-    def sharded(plain):
-        return REDUCTIONS[plain.function](*plain.settings)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(build.RULES, "reduction", sharded)
-        yield
 
 
 class _Rounds(nn.Module):
@@ -41,39 +19,6 @@ class _Rounds(nn.Module):
 
     def forward(self, x):
         return x.detach().round() + (x - x.detach())
-
-
-class _Reduces(nn.Module):
-    """A user's module that reduces, beside what keeps the rows."""
-
-    row_rules = {FunctionModule: "reduction"}  # noqa: RUF012
-
-    def __init__(self, function, dims, keepdim, ties):
-        super().__init__()
-        self.scale = nn.Parameter(torch.linspace(0.5, 2.0, 3)[:, None, None])
-        self.reduce = FunctionModule(function, dims, keepdim)
-        self.rounds = _Rounds() if ties else nn.Identity()
-
-    def forward(self, x):
-        x = self.scale * self.rounds(x)
-        return self.reduce(x), x.sin()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("ranks", THREADS)
-@given(
-    height=st.integers(8, 17),
-    function=st.sampled_from(list(REDUCTIONS)),
-    dims=st.sampled_from([(), (-2,), (2, 3), (-1, -2), (0, 2), (1, -2, 3), (3,), (-3, 0)]),
-    keepdim=st.booleans(),
-    ties=st.booleans(),
-)
-def test_reductions(ranks, height, function, dims, keepdim, ties):
-    assume(
-        keepdim or dims not in ((3,), (-3, 0))
-    )  # an output's rows are its last dimension but one
-    args = (function, dims, keepdim, ties)
-    on_threads(ranks, assert_same_as_whole_globe, _Reduces, args, (2, 3, height, 5))
 
 
 KINDS = {
@@ -186,60 +131,3 @@ def _classifier():
 
 def test_a_head_on_the_pooled_globe():
     on_threads(3, assert_same_as_whole_globe, _classifier, (), (3, 2, 11, 5), 1e-11)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("ranks", THREADS)
-@given(
-    height=st.integers(8, 17),
-    kind=st.sampled_from([nn.Softmax, nn.LogSoftmax, nn.Softmin]),
-    dim=st.sampled_from([2, -2, 1, -1]),
-    scale=st.sampled_from([1.0, 50.0]),
-)
-def test_softmax(ranks, height, kind, dim, scale):
-    args = (_scaled_softmax, (kind, dim, scale), (2, 3, height, 4))
-    on_threads(ranks, assert_same_as_whole_globe, *args)
-
-
-class _Scales(nn.Module):
-    def __init__(self, scale):
-        super().__init__()
-        self.scale = nn.Parameter(torch.tensor(scale))
-
-    def forward(self, x):
-        return self.scale * x
-
-
-def _scaled_softmax(kind, dim, scale):
-    return nn.Sequential(_Scales(scale), kind(dim))
-
-
-class _Masked(nn.Module):
-    """Softmax over rows of which some, a whole band's among them, are left out."""
-
-    def __init__(self, kind):
-        super().__init__()
-        self.softmax = kind(-2)
-
-    def forward(self, x):
-        y = self.softmax(x.masked_fill(x < -0.2, -torch.inf))
-        return y.masked_fill(y.isinf(), 0.0)
-
-
-def test_softmax_of_masked_rows():
-    for kind in (nn.Softmax, nn.LogSoftmax):  # of eight ranks some have masked rows only
-        on_threads(8, assert_same_as_whole_globe, _Masked, (kind,), (1, 2, 16, 4))
-
-
-class _SoftmaxOfTokens(nn.Module):
-    def __init__(self, dim):
-        super().__init__()
-        self.softmax = nn.Softmax(dim)
-
-    def forward(self, x):
-        return self.softmax(x.flatten(2)).unflatten(2, x.shape[2:])
-
-
-def test_softmax_of_tokens():
-    for dim in (-1, 1):
-        on_threads(3, assert_same_as_whole_globe, _SoftmaxOfTokens, (dim,), (2, 3, 10, 4))

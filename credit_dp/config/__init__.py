@@ -122,8 +122,8 @@ class ParallelConfig:
     microbatches: int | None = None
     # names of the segments at which later pipeline stages begin; null: stages of balanced cost
     stages: list[str] | None = None
-    # models that can't be sharded layer by layer: allow (operations without a rule for bands run
-    # whole: each rank gathers the rows and computes all of them) | refuse
+    # functions without a rule for bands: allow (each rank gathers the rows and computes all of
+    # them) | refuse (a model with such functions)
     whole_ops: str = "allow"
     # with allow, refuse a model if what runs whole makes a rank hold more than this many times the
     # activations that it would hold otherwise, and at least 256 MiB more; null: no limit

@@ -5,7 +5,8 @@ that share a globe are a domain. How it works, from the call to the messages:
 
 - `decide` finds out how a model is sharded, and `convert` carries that out: `conversion` replaces
   the layers that couple rows, `rules` says by which ones, `layers` has them.
-- `planning` runs the model without data, chooses the bands of all levels and audits users' code.
+- `planning` runs the model without data, chooses the bands of all levels and compares what users'
+  code computes on bands and on tensors of the globe, which `band_tensor` has.
 - `gradients` has the loss of the globe and sums gradients, for training loops of users.
 - `exchange` is how layers fetch rows of other bands, `transport` how messages are sent.
 - `verify` compares a sharded model with the unsharded one, `dry_run` counts what is sent.

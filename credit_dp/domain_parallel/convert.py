@@ -4,9 +4,9 @@ Conversion happens in this order:
 
 1. `Conversion` walks over the modules and replaces each layer that couples rows by its
    domain-parallel layer, which shares the parameters of the layer that it wraps.
-2. The plan runs the converted model on tensors without data, on global inputs and on bands. It
-   finds the heights of all levels, chooses their bands and audits the code between the layers. With
-   an `input_shape` this happens at once, without one in the first forward (`PlanAtFirstForward`).
+2. The plan runs the converted model without data, on tensors of the globe and on bands. It finds
+   the heights of all levels, chooses their bands and compares what both runs compute. With an
+   `input_shape` this happens at once, without one in the first forward (`PlanAtFirstForward`).
 3. A summary is logged.
 
 A conversion is kept on the model, so that `convert_from_domain_parallel` can undo it.
@@ -107,15 +107,14 @@ def convert_to_domain_parallel(
     """Replace the layers that couple rows, in place; parameters and buffers keep their names.
 
     Layers that act on each row separately (1x1 convolutions, activations, `Linear`, channel norms)
-    stay. A parameter or buffer with one row per latitude stays complete in `state_dict()`, but the
-    model's code sees this rank's rows of it. With one domain rank nothing is changed.
+    stay. With one domain rank nothing is changed.
 
     Another model may share the layers themselves, as a default `activation=nn.GELU()`. If it shares
     modules that contain layers, they are changed for it, too: convert a `copy.deepcopy` then.
 
-    A model with layers or code that the rules refuse computes on tensors of the globe instead: its
-    layers and code stay as they are, and a function without a rule for bands gathers the rows and
-    runs whole on every rank.
+    A model whose code needs rows of other ranks between these layers computes on tensors of the
+    globe instead: its layers and code stay as they are, and a function without a rule for bands
+    gathers the rows and runs whole on every rank.
 
     Args:
         model: any module; its parameters may be on the meta device. Move it to a GPU afterwards.
@@ -123,7 +122,7 @@ def convert_to_domain_parallel(
         shard_dim: the input's row dimension: -2, or 2 of four, or 3 of five dimensions.
         custom_converters: module type (exact) -> function from the module to its replacement.
             Looked up before the built-in rules. The children of the replacement are not converted.
-            Its code is trusted, not audited. If it is a `RowLayer`, its calls are planned.
+            Its code is trusted, not compared. If it is a `RowLayer`, its calls are planned.
         input_shape: the shape of the global input with its batch, `(B, C, H, W)`, or a tuple of
             shapes for several inputs. The model then accepts any batch size. Without it the first
             forward plans, which gathers every rank's number of rows once.

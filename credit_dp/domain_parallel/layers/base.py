@@ -120,10 +120,10 @@ class _WrappedTypeMixin:
     Everywhere else the wrapper's type is shown.
     """
 
-    # User code may branch on `isinstance(layer, nn.Conv2d)`. The run on the whole globe must trace
-    # what the unsharded model does, so the check has to hold there although the layer has been
-    # replaced. In the run on a band, as in training, it sees the wrapper: if that sends the code
-    # down another path, the two traces differ and the audit refuses the model before it trains.
+    # User code may branch on `isinstance(layer, nn.Conv2d)`. The run on the globe has to do what
+    # the unsharded model does, so the check has to hold there although the layer has been replaced.
+    # In the run on a band, as in training, it sees the wrapper: if that sends the code down another
+    # path, the runs differ, and the model computes on tensors of the globe.
     @property
     def __class__(self) -> Any:
         planner = active_planner()

@@ -115,7 +115,7 @@ class ConvLayer(StencilLayer):
     def couples_rows(self, dim: int, ndim: int) -> bool:
         """Return whether the kernel couples rows along `dim`.
 
-        Along channels or samples it does not; the audit checks those.
+        Along channels or samples it does not.
 
         Raises:
             UserError: the rows are in a spatial dimension that this layer does not shard.

@@ -1,1 +1,1 @@
-"""Plans a converted model on tensors without data: heights, bands, and an audit of its code."""
+"""Plans a converted model on tensors without data: heights, bands, and what its code computes."""

@@ -51,8 +51,9 @@ from credit_dp.domain_parallel.planning.trace import (
     plain_tensors,
     running_function,
     tensor_leaves,
+    user_line_of,
 )
-from credit_dp.errors import UserError
+from credit_dp.errors import UserError, first_line
 from credit_dp.torch_private import (
     FakeTensor,
     disable_current_modes,
@@ -346,6 +347,21 @@ class Run(PlanningMode):
         self._set_number(local, "linear", *numbers, self._writes)
         return BandTensor(local, rows, self.domain) if type(x) is BandTensor else local
 
+    def call_dropout(
+        self, layer: nn.Dropout, forward: Callable[[Tensor], Tensor], x: Tensor
+    ) -> Any:
+        """Return the output of a dropout; on plain bands each rank draws for its own rows."""
+        rows = self._rows_of(x)
+        is_drawn = layer.training and layer.p and not layer.inplace
+        if not is_drawn or self._paused or (self.globe is None and not isinstance(rows, Band)):
+            return forward(x)
+        index = len(self.events)
+        self._note("dropout", layer.p, self._number_of(held_of(x)))
+        with self._alone():
+            local = forward(held_of(x))
+        self._set_number(local, "dropped", index)
+        return BandTensor(local, rows, self.domain) if type(x) is BandTensor else local
+
     # ---------------------------------------------------------------- operators
 
     @property
@@ -447,9 +463,18 @@ class Run(PlanningMode):
                 raise self.difference()
         self.events.append(event)
 
-    def difference(self, reason: str = "") -> UserError:
-        """Return the error for code that does something else on a band than on the globe."""
-        where = self._first_difference or self.location
+    def difference(self, error: Exception | None = None) -> UserError:
+        """Return the error for code that does something else on a band than on the globe.
+
+        Args:
+            error: that it raised; None if the model runs, or has returned.
+        """
+        where = self._first_difference
+        if not where and error is not None:
+            where = ", ".join([*self.running_modules[-1:], user_line_of(error)])
+        elif not where:
+            where = self.location if self.running_modules else "output"
+        reason = "" if error is None else f": {first_line(error)}"
         return UserError(f"{where}: is called otherwise on a band than on the globe{reason}.")
 
     # ---------------------------------------------------------------- the run
@@ -516,16 +541,21 @@ class Run(PlanningMode):
 
     @contextmanager
     def _replaced_calls(self) -> Iterator[None]:
-        """Let trusted modules and linear layers be called as one operator."""
+        """Let trusted modules, linear layers and dropouts be called as one operator."""
         trusted = self.planner.trusted
-        linear = [x for x in self.planner.model.modules() if type(x) is nn.Linear]
-        before = {module: vars(module).get("forward") for module in [*trusted, *linear]}
+        calls: dict[type[nn.Module], Any] = {
+            nn.Linear: self.call_linear,
+            nn.Dropout: self.call_dropout,
+        }
+        called = [x for x in self.planner.model.modules() if type(x) in calls]
+        before = {module: vars(module).get("forward") for module in [*trusted, *called]}
         try:
             for index, module in enumerate(trusted):
                 forward = partial(self.call_trusted, f"trusted {index}", module.forward)
                 vars(module)["forward"] = forward
-            for layer in linear:
-                vars(layer)["forward"] = partial(self.call_linear, layer, layer.forward)
+            for layer in called:
+                forward = partial(calls[type(layer)], layer, layer.forward)
+                vars(layer)["forward"] = forward
             yield
         finally:
             for module, own in before.items():

@@ -202,7 +202,7 @@ def _run_model(
             if isinstance(error, UserError) or reads_values(error):
                 raise
             if globe is not None:
-                raise run.difference(f": {first_line(error)}") from None
+                raise run.difference(error) from None
             error = _error_unsharded(planner.model, *inputs(any_batch)) or error
             where = ", ".join([*run.running_modules[-1:], user_line_of(error)])
             tensors = tensor_leaves(inputs(any_batch))

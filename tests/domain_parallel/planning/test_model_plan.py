@@ -196,6 +196,59 @@ def test_what_plain_bands_can_not_compute_computes_on_the_globe():
             assert not report.problems
 
 
+class _Wide(_Flips):
+    """Code of many operators that acts on each row by itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.drop, self.mix = nn.Dropout(0.3), nn.Linear(2, 2)
+        self.place = nn.Parameter(torch.randn(2, 1, 6))
+
+    def forward(self, x):
+        y = self.conv(x).relu_()
+        y[:, :1] *= 2
+        tokens = self.mix(y.permute(0, 2, 3, 1)).flatten(1, 2).softmax(-1)
+        y = self.drop(tokens.view(len(x), -1, 6, 2).permute(0, 3, 1, 2))
+        return torch.cat([y[..., ::2], y[..., 1::2]], -1) * self.place + x.mean(1, keepdim=True)
+
+
+class _DropsPooled(_Flips):
+    def __init__(self):
+        super().__init__()
+        self.pool, self.drop = nn.AdaptiveAvgPool2d(1), nn.Dropout(0.3)
+
+    def forward(self, x):
+        return x * self.drop(self.pool(x))
+
+
+class _AddsUp(_Flips):
+    """Keeps for the next step what ranks would have to sum up."""
+
+    def __init__(self):
+        super().__init__()
+        self.total = None
+
+    def forward(self, x):
+        self.total = x.detach().sum((2, 3), keepdim=True)
+        return self.conv(x)
+
+
+class _Sized(_Flips):
+    def forward(self, x):
+        return self.conv(x) / x.shape[-2]
+
+
+class _Filled(_Flips):
+    def forward(self, x):
+        return self.conv(x) + torch.full_like(x[:, :, :1], x.shape[-2])
+
+
+def test_only_what_rows_have_in_common_runs_on_plain_bands():
+    assert not plan_report(_Wide(), (2, 2, 9, 6), 3).refusal
+    for kind in (_DropsPooled, _AddsUp, _Sized, _Filled):
+        assert plan_report(kind(), (2, 2, 9, 6), 3).refusal, kind
+
+
 def test_a_model_on_the_globe_keeps_its_layers():
     def converted(manager):
         model = nn.Sequential(nn.Conv2d(2, 2, 3, padding=1), _CropsOutput())

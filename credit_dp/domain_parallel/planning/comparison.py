@@ -68,8 +68,10 @@ OWN_NAMESPACES = (*QUERY_NAMESPACES, *TORCH_NAMESPACES)
 
 
 # What `reshape` does, depending on strides.
-COPIES = {torch.ops.aten.clone.default}
+COPIES = {torch.ops.aten.clone.default, torch.ops.aten.contiguous.default}
 AS_VIEW: dict[Any, Any] = {torch.ops.aten._unsafe_view.default: torch.ops.aten.view.default}
+# Their result's shape says more than their argument, where -1 stands for a size.
+SHAPED = {torch.ops.aten.view.default, torch.ops.aten.expand.default, *AS_VIEW}
 
 
 class LayerRows(NamedTuple):
@@ -150,6 +152,7 @@ class Run(PlanningMode):
         self.running_modules: list[str] = []  # outermost first
         self._functions = functions_of_users()
         self._writes = 0
+        self._copied: set[int] = set()
         self._paused = 0
         self._first_difference = ""
         self._numbers: dict[int, int] = {}
@@ -389,13 +392,20 @@ class Run(PlanningMode):
         if is_written:
             self._note("writes", func, operands)
             self._writes += 1
-            self.planner.is_strict = True
+            if any(_memory_of(x) in self._copied for x in tensors_among([args[:1]])):
+                raise UserError(
+                    f"{self.location}: {func.overloadpacket} writes to a tensor that was copied."
+                )
         result = run(func, args, kwargs)
-        if func in COPIES and not self.planner.is_strict:
+        if func in COPIES:
             # Whether torch makes a copy depends on strides, and so on the number of rows.
             self._numbers[id(result)] = self._number_of(args[0])
             self._alive.append(result)
+            if result is not args[0]:
+                self._copied |= {_memory_of(result), _memory_of(args[0])}
             return result
+        if func in SHAPED:
+            operands = operands[0], ("shape", tuple(result.shape))
         expression = AS_VIEW.get(func, func), operands, self._writes
         is_compared = self.globe is not None and not self._first_difference
         if is_compared and not is_written and (*expression, 0) not in self.planner.expressions:
@@ -416,14 +426,18 @@ class Run(PlanningMode):
             )
         with self:
             result = BandTensor.__torch_dispatch__(func, types, args, kwargs)
+        results = [x for x in tensors_among([result]) if type(x) is BandTensor]
+        self._check_messages(func.overloadpacket, any(x.rows is PARTIAL for x in results))
+        given = {bounds_of(x) for x in tensors_among([args, list(kwargs.values())])}
+        if not all(_are_shares(bounds_of(x), given) for x in results):
+            raise UserError(f"{self.location}: {func.overloadpacket} changes the bands of ranks.")
+        return result
+
+    def _check_messages(self, what: Any, is_part: bool = False) -> None:
         transport = self.manager.transport
         assert isinstance(transport, CountingTransport)
-        results = [x for x in tensors_among([result]) if type(x) is BandTensor]
-        if any(x.rows is PARTIAL for x in results) or any(
-            sent.messages or sent.collectives for sent in transport.sent
-        ):
-            raise UserError(f"{self.location}: {func.overloadpacket} needs rows of other ranks.")
-        return result
+        if is_part or any(sent.messages or sent.collectives for sent in transport.sent):
+            raise UserError(f"{self.location}: {what} needs rows of other ranks.")
 
     def _set_number(self, x: Tensor, *expression: Hashable) -> None:
         self._numbers[id(x)] = self.planner.expressions.number(expression)
@@ -508,6 +522,8 @@ class Run(PlanningMode):
             )
         if self.globe is not None and len(self.events) != len(self.globe.events):
             raise self.difference()
+        if self.globe is None:
+            self._check_messages("the output")
 
     def _note_outputs(self, outputs: Any) -> None:
         names, values = [], []
@@ -564,6 +580,28 @@ class Run(PlanningMode):
                     vars(module)["forward"] = own
 
 
+def _memory_of(x: Tensor) -> int:
+    return id(x.untyped_storage())
+
+
+def bounds_of(x: Tensor) -> tuple[int, ...]:
+    """Return the bands of a tensor of the globe; none if it has no rows."""
+    return x.rows.bounds if type(x) is BandTensor and isinstance(x.rows, Band) else ()
+
+
+def _are_shares(bounds: tuple[int, ...], given: set[tuple[int, ...]]) -> bool:
+    """Return whether bands are the same shares of the globe as some of those given."""
+    return (
+        not bounds
+        or bounds in given
+        or any(
+            len(other) == len(bounds)
+            and all(a * other[-1] == b * bounds[-1] for a, b in zip(bounds, other, strict=True))
+            for other in given
+        )
+    )
+
+
 def _key_of_number(x: Any) -> Hashable:
     """Return what is no tensor, as a key."""
     # 1, 1.0 and True are equal, but not to torch; and NaN equals nothing.
@@ -611,7 +649,6 @@ class Planner:
         layer_rows: how layers were called that couple rows.
         rowwise_layers: layers that were called where they couple none.
         recomputed_layers: that `torch.utils.checkpoint` calls.
-        is_strict: whether a copy is another tensor, as where tensors are written in place.
     """
 
     def __init__(
@@ -629,7 +666,6 @@ class Planner:
         self.rowwise_layers: set[RowLayer] = set()
         self.recomputed_layers: set[RowLayer] = set()
         self.input_heights: set[int] = set()
-        self.is_strict = False
         self.expressions = Expressions()
         self.memo = ShapeMemo()
 

@@ -155,7 +155,6 @@ def _plan_mode(
     bands = planner.manager.bands
     in_this_mode = partial(_run_model, planner, shapes, inputs, any_batch, training)
     planned = {partition.height for partition in bands.planned_partitions}
-    is_strict = planner.is_strict
     try:
         first = in_this_mode(0)
     finally:  # it is why a run fails, too
@@ -165,10 +164,12 @@ def _plan_mode(
     groups: frozenset[ReaderGroup] = frozenset()
     if bands.ranks == 1:
         return groups
-    # Ranks with the same number of rows at all heights run the same operators.
-    for rank in _distinct_ranks([bands[h] for h in planner.heights], bands.ranks):
+    # Ranks with the same number of rows at all heights run the same operators, but for what happens
+    # to the rows at a pole or at a place on the globe, which differs between neighbours.
+    ranks = {*_distinct_ranks([bands[h] for h in planner.heights], bands.ranks), 0, 1}
+    for rank in sorted(ranks | {bands.ranks - 1}):
         # A run with bands that were chosen after it does not count.
-        is_planned = rank == 0 and planner.heights <= planned and is_strict == planner.is_strict
+        is_planned = rank == 0 and planner.heights <= planned
         run = in_this_mode(rank, first if is_planned else in_this_mode(rank))
         groups = reader_groups(run.reads)
     return groups

@@ -172,11 +172,11 @@ OTHERWISE = "is called otherwise on a band than on the globe"
 # A model, rows, and why its code can't run on plain bands.
 ON_GLOBE = [
     (small_cnn, 5, "4.0: 2 rows can't be shared by 3 ranks. Lower parallel.domain to 2"),
-    (_Flips, 8, "conv: dimension 2 holds more than rows"),
-    (_CropsOutput, 9, "output: is not in bands"),
+    (_Flips, 8, FILE + "aten.slice changes the bands of ranks"),
+    (_CropsOutput, 9, FILE + "aten.slice changes the bands of ranks"),
     (_HasPlainMask, 9, FILE + OTHERWISE + ".* 9"),
-    (_ListsRows, 9, FILE + OTHERWISE),
-    (_CountsRows, 9, FILE + OTHERWISE),
+    (_ListsRows, 9, "output: " + OTHERWISE),
+    (_CountsRows, 9, "output: " + OTHERWISE),
     (lambda: nn.Sequential(nn.Flatten(1)), 9, "output: .* has its rows elsewhere"),
     (_SortsRows, 9, FILE + "aten.sort needs rows of other ranks"),
     (_Decides, 9, FILE + "aten.sum needs rows of other ranks"),
@@ -233,6 +233,36 @@ class _AddsUp(_Flips):
         return self.conv(x)
 
 
+class _AtPlaces(_Flips):
+    """Treats one place of the globe, as plain code does on one of several equal bands."""
+
+    def __init__(self, treat):
+        super().__init__()
+        self.treat = treat
+
+    def forward(self, x):
+        return self.treat(self.conv(x))
+
+
+def _first_row(y):
+    y[:, :, 0] = 0
+    return y
+
+
+def _last_row(y):
+    y[:, :, -1] = 0
+    return y
+
+
+AT_PLACES = {
+    "first row": _first_row,
+    "last row": _last_row,
+    "triangle": torch.tril,
+    "filled row": lambda y: y.index_fill(2, torch.tensor([1]), 0.0),
+    "every second row": lambda y: y[:, :, ::2],
+}
+
+
 class _Sized(_Flips):
     def forward(self, x):
         return self.conv(x) / x.shape[-2]
@@ -247,6 +277,11 @@ def test_only_what_rows_have_in_common_runs_on_plain_bands():
     assert not plan_report(_Wide(), (2, 2, 9, 6), 3).refusal
     for kind in (_DropsPooled, _AddsUp, _Sized, _Filled):
         assert plan_report(kind(), (2, 2, 9, 6), 3).refusal, kind
+    for name, treat in AT_PLACES.items():
+        for height in (9, 12):  # of three rows, or of four
+            for ranks in (3, height // 3):
+                report = plan_report(_AtPlaces(treat), (2, 2, height, 6), ranks)
+                assert report.refusal, (name, height, ranks)
 
 
 def test_a_model_on_the_globe_keeps_its_layers():

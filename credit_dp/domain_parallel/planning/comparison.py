@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import cache, partial
+from functools import cache
 from itertools import count
 from math import lcm
 from typing import Any, NamedTuple, final
@@ -42,6 +42,7 @@ from credit_dp.domain_parallel.planned_run import planner_of_run
 from credit_dp.domain_parallel.planning.shape_memo import TORCH_NAMESPACES, ShapeMemo
 from credit_dp.domain_parallel.planning.shape_memo import tensors_in as tensors_among
 from credit_dp.domain_parallel.planning.trace import (
+    ModelSnapshot,
     PlanningMode,
     current_user_line,
     functions_of_users,
@@ -157,11 +158,7 @@ class Run(PlanningMode):
         self._first_difference = ""
         self._numbers: dict[int, int] = {}
         self._alive: list[Tensor] = []  # Python reuses the id of a freed tensor
-        model = planner.model
-        for name, x in (*model.named_parameters(), *model.named_buffers()):
-            self._set_number(x, "model", name)
-        for index, x in enumerate(plain_tensors(model)):
-            self._set_number(x, "attribute", index)
+        self._numbers.update(planner.numbers)
 
     # ---------------------------------------------------------------- the planner of layers
 
@@ -199,7 +196,11 @@ class Run(PlanningMode):
                 f"{name}: dimension {rows.dim + x.ndim} holds more than rows. Keep rows in a "
                 "separate dimension before this layer."
             )
-        outputs = self._outputs_on_globe(layer.global_forward, (x, *others))
+        shapes = tuple((each.shape, each.dtype) for each in (x, *others))
+        key = layer, layer.training, shapes
+        if key not in self.planner.outputs:
+            self.planner.outputs[key] = self._outputs_on_globe(layer.global_forward, (x, *others))
+        outputs = self.planner.outputs[key]
         leaves = tensor_leaves(outputs)
         dim, height = rows.dim, rows.height
         is_banded = layer.output_is_banded
@@ -509,8 +510,7 @@ class Run(PlanningMode):
                 stack.callback(is_running.reset, token)
             for index, x in enumerate(tensor_leaves((args, kwargs))):
                 self._set_number(held_of(x), "input", index, tuple(held_of(x).shape), x.dtype)
-            stack.enter_context(self._named_modules())
-            stack.enter_context(self._replaced_calls())
+            self.planner.run = self
             token_of_planner = planner_of_run.set(self)
             stack.callback(planner_of_run.reset, token_of_planner)
             with self:
@@ -538,46 +538,6 @@ class Run(PlanningMode):
                     raise UserError("output: is not in bands, or has its rows elsewhere.")
             values.append(self._key(held_of(value)))
         self._note("outputs", *names, *values)
-
-    @contextmanager
-    def _named_modules(self) -> Iterator[None]:
-        """Record which module's code runs."""
-        with ExitStack() as hooks:
-            for path, module in self.planner.model.named_modules():
-                kind = type(module.__dict__.get("wrapped", module)).__name__
-                name = f"{path or 'model'} ({kind})"
-                begin = module.register_forward_pre_hook(
-                    lambda *_, name=name: self.running_modules.append(name)
-                )
-                # Not called after an error, so that the failed module stays the innermost one.
-                end = module.register_forward_hook(lambda *_: self.running_modules.pop() and None)
-                hooks.enter_context(begin)
-                hooks.enter_context(end)
-            yield
-
-    @contextmanager
-    def _replaced_calls(self) -> Iterator[None]:
-        """Let trusted modules, linear layers and dropouts be called as one operator."""
-        trusted = self.planner.trusted
-        calls: dict[type[nn.Module], Any] = {
-            nn.Linear: self.call_linear,
-            nn.Dropout: self.call_dropout,
-        }
-        called = [x for x in self.planner.model.modules() if type(x) in calls]
-        before = {module: vars(module).get("forward") for module in [*trusted, *called]}
-        try:
-            for index, module in enumerate(trusted):
-                forward = partial(self.call_trusted, f"trusted {index}", module.forward)
-                vars(module)["forward"] = forward
-            for layer in called:
-                forward = partial(calls[type(layer)], layer, layer.forward)
-                vars(layer)["forward"] = forward
-            yield
-        finally:
-            for module, own in before.items():
-                del vars(module)["forward"]
-                if own is not None:
-                    vars(module)["forward"] = own
 
 
 def _memory_of(x: Tensor) -> int:
@@ -649,6 +609,8 @@ class Planner:
         layer_rows: how layers were called that couple rows.
         rowwise_layers: layers that were called where they couple none.
         recomputed_layers: that `torch.utils.checkpoint` calls.
+        run: the last one.
+        outputs: of layers on the globe, without data, by the layer's mode and its inputs' shapes.
     """
 
     def __init__(
@@ -666,8 +628,62 @@ class Planner:
         self.rowwise_layers: set[RowLayer] = set()
         self.recomputed_layers: set[RowLayer] = set()
         self.input_heights: set[int] = set()
+        self.run: Run | None = None
+        self.outputs: dict[Hashable, Any] = {}
         self.expressions = Expressions()
         self.memo = ShapeMemo()
+
+    @contextmanager
+    def followed(self) -> Iterator[None]:
+        """Follow the model, whose tensors are fake in this context, in all runs."""
+        model = self.model
+        tensors: list[tuple[Hashable, Tensor]] = [
+            *model.named_parameters(), *model.named_buffers(), *enumerate(plain_tensors(model)),
+        ]  # fmt: skip
+        self.numbers = {id(x): self.expressions.number(("model", name)) for name, x in tensors}
+        with ExitStack() as stack:
+            for path, module in model.named_modules():
+                self._follow_module(stack, path, module)
+            for index, module in enumerate(self.trusted):
+                self._replace_call(stack, module, Run.call_trusted, f"trusted {index}")
+            self.snapshot = ModelSnapshot(model)
+            yield
+
+    def _follow_module(self, stack: ExitStack, path: str, module: nn.Module) -> None:
+        """Record when a module's code runs; linear layers and dropouts are one operator."""
+        kind = type(module.__dict__.get("wrapped", module)).__name__
+        name = f"{path or 'model'} ({kind})"
+
+        def begin(*_: Any) -> None:
+            assert self.run is not None
+            self.run.running_modules.append(name)
+
+        def end(*_: Any) -> None:  # not called after an error: the failed module stays innermost
+            assert self.run is not None
+            self.run.running_modules.pop()
+
+        stack.enter_context(module.register_forward_pre_hook(begin))
+        stack.enter_context(module.register_forward_hook(end))
+        if type(module) is nn.Linear:
+            self._replace_call(stack, module, Run.call_linear, module)
+        elif type(module) is nn.Dropout:
+            self._replace_call(stack, module, Run.call_dropout, module)
+
+    def _replace_call(
+        self, stack: ExitStack, module: nn.Module, call: Callable[..., Any], first: Any
+    ) -> None:
+        """Let a method of the run answer the calls of a module."""
+        own, forward = vars(module).get("forward"), module.forward
+
+        def restore() -> None:
+            del vars(module)["forward"]
+            if own is not None:
+                vars(module)["forward"] = own
+
+        vars(module)["forward"] = lambda *args, **kwargs: call(
+            self.run, first, forward, *args, **kwargs
+        )
+        stack.callback(restore)
 
     @property
     def heights(self) -> set[int]:

@@ -101,7 +101,7 @@ def plan_calls(
     """
     planner = Planner(model, manager, trusted)
     planner.input_heights = {shape[ROW_DIM] for shape in shapes if is_banded(shape)}
-    with use_fake_tensors(model):
+    with use_fake_tensors(model), planner.followed():
         runs = _plan_batches(planner, shapes, inputs)
     if manager.domain_parallel_size == 1:
         return planner
@@ -194,7 +194,7 @@ def _run_model(
 
     args, kwargs = inputs(band_of)
     run = Run(planner, rank, globe)
-    with preserve_model(planner.model):
+    try:
         planner.model.train(training)
         numbers = python_random_state()
         try:
@@ -214,6 +214,8 @@ def _run_model(
                 f"{type(planner.model).__name__}: draws random numbers of Python or NumPy, by "
                 "which it may run other layers in the next step."
             )
+    finally:
+        planner.snapshot.restore()
     return run
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized, type_before_parametrizations
 
@@ -181,6 +182,8 @@ class Conversion:
             if replacement is module and layer_type is not kind:
                 self.user_leaf_counts[kind.__name__] += 1
             return replacement
+        if isinstance(module, torch.jit.ScriptModule):
+            raise UserError(f"{path or 'model'}: code of torch.jit can't be followed.")
         # Other code stays: the plan proves that it keeps rows apart.
         if not (children_of(module) or kind.__module__.startswith("torch.")):
             self.user_leaf_counts[kind.__name__] += 1

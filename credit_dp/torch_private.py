@@ -343,6 +343,11 @@ def has_hooks(module: nn.Module) -> bool:
     return bool(module._forward_hooks or module._forward_pre_hooks or module._backward_hooks)
 
 
+def has_backward_hooks(module: nn.Module) -> bool:
+    """Return whether a module has hooks that see gradients."""
+    return bool(module._backward_hooks or module._backward_pre_hooks)
+
+
 def share_kind_of_backward_hooks(module: nn.Module, other: nn.Module) -> None:
     """Let a module with the hooks of another one call them as that one does."""
     module._is_full_backward_hook = other._is_full_backward_hook

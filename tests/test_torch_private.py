@@ -62,6 +62,7 @@ from credit_dp.torch_private import (
     forward_pre_hooks,
     gloo_options,
     gradient_hooks,
+    has_backward_hooks,
     has_hooks,
     is_alias,
     is_compiler_imported,
@@ -536,6 +537,8 @@ def test_old_backward_hooks_would_not_be_refused():
     for name in MODULE_TABLES:
         plain.__dict__[name] = full.__dict__[name]
     share_kind_of_backward_hooks(plain, full)
+    assert has_backward_hooks(full)
+    assert not has_backward_hooks(nn.Linear(1, 1))
     with pytest.raises(RuntimeError, match="Cannot use both"):
         plain.register_backward_hook(lambda *_: None)
 

@@ -309,12 +309,16 @@ def run_rank(manager: DomainParallelManager, case: Case, leaves: list[Any]) -> R
     outputs, descriptions, gradients, precision = call(case, arguments, grad_of)
     starts = [x for x in entered if x.requires_grad]
     sources = [x for x in locals_ if x.requires_grad]
+    held = [rows for x, rows in zip(leaves, case.held, strict=True) if is_strided(x)]
+    held = [rows for x, rows in zip(locals_, held, strict=True) if x.requires_grad]
     found: list[Tensor | None] = []
-    for start, source, grad in zip(starts, sources, gradients, strict=True):
+    for start, source, grad, rows in zip(starts, sources, gradients, held, strict=True):
         if grad is None or start is source:  # a plain tensor, of which each rank has its share
             found.append(grad if grad is None else share(grad, domain))
         else:
-            found += torch.autograd.grad(start, source, grad)
+            (local,) = torch.autograd.grad(start, source, grad)
+            # Of a part of a sum each rank has the gradient, which here counts once.
+            found.append(share(local, domain) if rows is PARTIAL else local)
     for y in outputs:
         if type(y) is BandTensor:
             check_local(y)

@@ -26,6 +26,7 @@ from credit_dp.domain_parallel.partition import ROW_DIM, RowPartition
 from credit_dp.domain_parallel.planned_run import GlobeTensor, active_planner
 from credit_dp.errors import UserError
 from credit_dp.torch_private import (
+    CALL_ATTRIBUTE,
     MODULE_TABLES,
     FakeTensor,
     buffers_of,
@@ -73,8 +74,9 @@ def overridden_method(module: nn.Module) -> str | None:
     """Return a method of the nearest torch layer that a module overrides, `forward` first."""
     module_type = type(module)
     layer = torch_layer_type(module_type)
-    if "forward" in module.__dict__:
-        return "forward"
+    for name in vars(module):  # of the object itself, as a patch puts it there
+        if name != CALL_ATTRIBUTE and callable(getattr(module_type, name, None)):
+            return name
     if layer is None or layer is module_type:
         return None
     known = {*dir(layer), *module.__dict__, *parameters_of(module), *buffers_of(module)}

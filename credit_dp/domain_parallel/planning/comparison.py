@@ -11,7 +11,7 @@ computes on the globe, and so do its gradients.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cache
@@ -59,6 +59,7 @@ from credit_dp.torch_private import (
     FakeTensor,
     disable_current_modes,
     disable_torch_function,
+    has_backward_hooks,
     schema_of,
     version_of,
 )
@@ -151,8 +152,12 @@ class Run(PlanningMode):
         self.reads: list[LayerRead] = []
         self.events: list[Hashable] = []
         self.running_modules: list[str] = []  # outermost first
+        self._refusal: UserError | None = None
         self._functions = functions_of_users()
         self._writes = 0
+        # What is first in each memory, and how many memories had the same before.
+        self._memories: dict[int, tuple[int, int]] = {}
+        self._counts: Counter[int] = Counter()
         self._copied: set[int] = set()
         self._paused = 0
         self._first_difference = ""
@@ -173,7 +178,11 @@ class Run(PlanningMode):
         name = planner.names.get(layer) or type(layer).__name__
         if is_in_checkpoint():
             planner.recomputed_layers.add(layer)
+        if planner.settings_of(layer) != planner.settings.get(layer):
+            raise self.refuse(f"{name}: its settings change in the forward.")
         if self.globe is None:
+            if not self._paused:
+                self._check_backward()
             return self._call_on_globe(layer, name, x, *others)
         call = self._next_call(name)
         if call.outputs is None:
@@ -186,13 +195,13 @@ class Run(PlanningMode):
         try:
             couples = isinstance(rows, Band) and layer.couples_rows(rows.dim, x.ndim)
         except UserError as error:
-            raise UserError(f"{name}: {error}") from None
+            raise self.refuse(f"{name}: {error}") from None
         if not isinstance(rows, Band) or not couples:
             self.planner.rowwise_layers.add(layer)
             self.calls.append(LayerCall(name))
             return self._call_rowwise(layer, name, x, *others)
         if rows.outer > 1 or rows.bounds != self.domain.bounds(rows.height):
-            raise UserError(
+            raise self.refuse(
                 f"{name}: dimension {rows.dim + x.ndim} holds more than rows. Keep rows in a "
                 "separate dimension before this layer."
             )
@@ -224,7 +233,7 @@ class Run(PlanningMode):
         if isinstance(rows, Band):
             kept = {(y.ndim, y.shape[rows.dim]) for y in leaves}
             if kept != {(x.ndim, inputs[0].shape[rows.dim])}:
-                raise UserError(f"{name}: changes the number of rows, which it does not combine.")
+                raise self.refuse(f"{name}: changes the number of rows, which it does not combine.")
         index, numbers = len(self.events), count()
         self._note("call", name, *map(self._number_of, inputs))
 
@@ -271,7 +280,7 @@ class Run(PlanningMode):
         assert self.globe is not None
         calls = self.globe.calls
         if len(self.calls) >= len(calls) or calls[len(self.calls)].name != name:
-            raise UserError(
+            raise self.refuse(
                 f"{self.location}: control flow depends on the number of rows; {name} is called on "
                 "a band, but not on the globe."
             )
@@ -329,42 +338,54 @@ class Run(PlanningMode):
         answer = self._answer(self._next_call(name), inputs)
         shapes = [[tuple(y.shape) for y in tensor_leaves(each)] for each in (outputs, answer)]
         if shapes[0] != shapes[1]:
-            raise UserError(
+            raise self.refuse(
                 f"{name}: returns tensors of shapes {shapes[0]} on a band, and {shapes[1]} are "
                 "those of the globe's."
             )
         return answer
 
-    def call_linear(self, layer: nn.Linear, forward: Callable[[Tensor], Tensor], x: Tensor) -> Any:
+    def call_linear(
+        self, layer: nn.Linear, forward: Callable[..., Tensor], *args: Any, **kwargs: Any
+    ) -> Any:
         """Return the output of a linear layer as that of one operator.
 
         Which operators torch takes for it depends on strides, and so on the number of rows.
         """
-        rows = self._rows_of(x)
+        rows, local = self._held(args)
         has_rows_last = isinstance(rows, Band) and rows.dim == -1
-        if self._paused or rows is PARTIAL or has_rows_last or x.shape[-1] != layer.in_features:
-            return forward(x)
-        operands = held_of(x), layer.weight, layer.bias
+        if local is None or has_rows_last or local.shape[-1] != layer.in_features:
+            return forward(*args, **kwargs)
+        operands = local, layer.weight, layer.bias
         numbers = [None if each is None else self._number_of(each) for each in operands]
         with self._alone():
-            local = forward(held_of(x))
-        self._set_number(local, "linear", *numbers, self._writes)
-        return BandTensor(local, rows, self.domain) if type(x) is BandTensor else local
+            result = forward(local)
+        self._set_number(result, "linear", *numbers, self._writes)
+        return BandTensor(result, rows, self.domain) if type(args[0]) is BandTensor else result
 
     def call_dropout(
-        self, layer: nn.Dropout, forward: Callable[[Tensor], Tensor], x: Tensor
+        self, layer: nn.Dropout, forward: Callable[..., Tensor], *args: Any, **kwargs: Any
     ) -> Any:
         """Return the output of a dropout; on plain bands each rank draws for its own rows."""
-        rows = self._rows_of(x)
+        rows, local = self._held(args)
         is_drawn = layer.training and layer.p and not layer.inplace
-        if not is_drawn or self._paused or (self.globe is None and not isinstance(rows, Band)):
-            return forward(x)
+        has_no_rows = self.globe is None and not isinstance(rows, Band)
+        if local is None or has_no_rows or not is_drawn:
+            return forward(*args, **kwargs)
         index = len(self.events)
-        self._note("dropout", layer.p, self._number_of(held_of(x)))
+        self._note("dropout", layer.p, self._number_of(local))
         with self._alone():
-            local = forward(held_of(x))
-        self._set_number(local, "dropped", index)
-        return BandTensor(local, rows, self.domain) if type(x) is BandTensor else local
+            result = forward(local)
+        self._set_number(result, "dropped", index)
+        return BandTensor(result, rows, self.domain) if type(args[0]) is BandTensor else result
+
+    def _held(self, args: tuple[Any, ...]) -> tuple[Rows, Tensor | None]:
+        """Return what a rank holds of a module's only argument; None if it runs otherwise."""
+        if self._paused or len(args) != 1 or type(args[0]) not in (BandTensor, FakeTensor):
+            return WHOLE, None
+        if self.globe is None:
+            self._check_backward()
+        rows = self._rows_of(args[0])
+        return rows, None if rows is PARTIAL else held_of(args[0])
 
     # ---------------------------------------------------------------- operators
 
@@ -379,8 +400,11 @@ class Run(PlanningMode):
         """Run an operator, and note what it computes."""
         kwargs = kwargs or {}
         if BandTensor in types:
+            self._check_backward("" if func.namespace in OWN_NAMESPACES else func.overloadpacket)
             return self._run_on_globe(func, types, args, kwargs)
         run = self.planner.memo.run
+        if self.globe is None and not self._paused:
+            self._check_backward("" if func.namespace in OWN_NAMESPACES else func.overloadpacket)
         if func is torch.ops.prim.device.default and type(args[0]) is FakeTensor:
             return args[0].fake_device  # the most frequent call by far: answered without dispatch
         if self._paused or func.namespace in QUERY_NAMESPACES:
@@ -388,13 +412,14 @@ class Run(PlanningMode):
         operands = self._operands(func, args, kwargs)
         has_chance = torch.Tag.nondeterministic_seeded in func.tags
         if has_chance and not _is_without_dropout(func, dict(operands)):
-            raise UserError(f"{self.location}: {func.overloadpacket} draws random numbers.")
+            raise self.refuse(f"{self.location}: {func.overloadpacket} draws random numbers.")
         is_written = schema_of(func).is_mutable
         if is_written:
-            self._note("writes", func, operands)
+            written = [*tensors_among([args, list(kwargs.values())])]
+            self._note("writes", func, operands, *map(self._memory_of, written))
             self._writes += 1
-            if any(_memory_of(x) in self._copied for x in tensors_among([args[:1]])):
-                raise UserError(
+            if any(id(x.untyped_storage()) in self._copied for x in written):
+                raise self.refuse(
                     f"{self.location}: {func.overloadpacket} writes to a tensor that was copied."
                 )
         result = run(func, args, kwargs)
@@ -403,7 +428,7 @@ class Run(PlanningMode):
             self._numbers[id(result)] = self._number_of(args[0])
             self._alive.append(result)
             if result is not args[0]:
-                self._copied |= {_memory_of(result), _memory_of(args[0])}
+                self._copied |= {id(x.untyped_storage()) for x in (result, args[0])}
             return result
         if func in SHAPED:
             operands = operands[0], ("shape", tuple(result.shape))
@@ -419,30 +444,41 @@ class Run(PlanningMode):
     def _run_on_globe(
         self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        # Their backward is code that no run sees; wrapped in a module, the user vouches for it.
-        function = running_function(self._functions)
-        if function or func.namespace not in OWN_NAMESPACES:
-            raise UserError(
-                f"{self.location}: the backward of {function or func.overloadpacket} is not known."
-            )
         with self:
             result = BandTensor.__torch_dispatch__(func, types, args, kwargs)
         results = [x for x in tensors_among([result]) if type(x) is BandTensor]
         self._check_messages(func.overloadpacket, any(x.rows is PARTIAL for x in results))
         given = {bounds_of(x) for x in tensors_among([args, list(kwargs.values())])}
         if not all(_are_shares(bounds_of(x), given) for x in results):
-            raise UserError(f"{self.location}: {func.overloadpacket} changes the bands of ranks.")
+            raise self.refuse(f"{self.location}: {func.overloadpacket} changes the bands of ranks.")
         return result
+
+    def _check_backward(self, operator: Any = "") -> None:
+        """Refuse an `autograd.Function`, or an operator of others."""
+        # Their backward is code that no run sees; wrapped in a module, the user vouches for it.
+        name = operator or running_function(self._functions)
+        if name:
+            raise self.refuse(f"{self.location}: the backward of {name} is not known.")
 
     def _check_messages(self, what: Any, is_part: bool = False) -> None:
         transport = self.manager.transport
         assert isinstance(transport, CountingTransport)
         if is_part or any(sent.messages or sent.collectives for sent in transport.sent):
-            raise UserError(f"{self.location}: {what} needs rows of other ranks.")
+            raise self.refuse(f"{self.location}: {what} needs rows of other ranks.")
 
     def _set_number(self, x: Tensor, *expression: Hashable) -> None:
         self._numbers[id(x)] = self.planner.expressions.number(expression)
         self._alive.append(x)
+        self._memory_of(x)
+
+    def _memory_of(self, x: Tensor) -> tuple[int, int]:
+        """Return which memory a tensor has: of equal tensors one may be written to."""
+        key = id(x.untyped_storage())
+        if key not in self._memories:
+            number = self._number_of(x)
+            self._memories[key] = number, self._counts[number]
+            self._counts[number] += 1
+        return self._memories[key]
 
     def _number_of(self, x: Tensor) -> int:
         if id(x) not in self._numbers:
@@ -490,7 +526,13 @@ class Run(PlanningMode):
         elif not where:
             where = self.location if self.running_modules else "output"
         reason = "" if error is None else f": {first_line(error)}"
-        return UserError(f"{where}: is called otherwise on a band than on the globe{reason}.")
+        return self.refuse(f"{where}: is called otherwise on a band than on the globe{reason}.")
+
+    def refuse(self, reason: str) -> UserError:
+        """Return the error that ends this run, even if the model's code handles it."""
+        error = UserError(reason)
+        self._refusal = self._refusal or error
+        return error
 
     # ---------------------------------------------------------------- the run
 
@@ -513,11 +555,14 @@ class Run(PlanningMode):
             self.planner.run = self
             token_of_planner = planner_of_run.set(self)
             stack.callback(planner_of_run.reset, token_of_planner)
-            with self:
-                outputs = model(*args, **kwargs)
-                self._note_outputs(outputs)
+            try:
+                with self:
+                    self._note_outputs(model(*args, **kwargs))
+            finally:
+                if self._refusal is not None:
+                    raise self._refusal from None
         if self.globe is None and self.domain.uncounted:
-            raise UserError(
+            raise self.refuse(
                 f"{type(model).__name__}: reads or writes data of tensors past torch's count."
             )
         if self.globe is not None and len(self.events) != len(self.globe.events):
@@ -535,13 +580,9 @@ class Run(PlanningMode):
             if type(value) is BandTensor:
                 refresh(value)
                 if value.rows != rows_outside(value.shape, self.domain):
-                    raise UserError("output: is not in bands, or has its rows elsewhere.")
+                    raise self.refuse("output: is not in bands, or has its rows elsewhere.")
             values.append(self._key(held_of(value)))
         self._note("outputs", *names, *values)
-
-
-def _memory_of(x: Tensor) -> int:
-    return id(x.untyped_storage())
 
 
 def bounds_of(x: Tensor) -> tuple[int, ...]:
@@ -595,6 +636,11 @@ class Unsharded:
         return layer.global_forward(x, *others)
 
 
+# Modules that are called as one operator.
+CALLS: dict[type[nn.Module], Any] = {nn.Linear: Run.call_linear, nn.Dropout: Run.call_dropout}
+SETTINGS = (bool, int, float, str, tuple, list)
+
+
 @final
 class Planner:
     """What the runs of a model have shown of its layers.
@@ -609,6 +655,7 @@ class Planner:
         layer_rows: how layers were called that couple rows.
         rowwise_layers: layers that were called where they couple none.
         recomputed_layers: that `torch.utils.checkpoint` calls.
+        settings: of the layers, before the runs.
         run: the last one.
         outputs: of layers on the globe, without data, by the layer's mode and its inputs' shapes.
     """
@@ -641,6 +688,7 @@ class Planner:
             *model.named_parameters(), *model.named_buffers(), *enumerate(plain_tensors(model)),
         ]  # fmt: skip
         self.numbers = {id(x): self.expressions.number(("model", name)) for name, x in tensors}
+        self.settings = {layer: self.settings_of(layer) for layer in self.names}
         with ExitStack() as stack:
             for path, module in model.named_modules():
                 self._follow_module(stack, path, module)
@@ -653,6 +701,8 @@ class Planner:
         """Record when a module's code runs; linear layers and dropouts are one operator."""
         kind = type(module.__dict__.get("wrapped", module)).__name__
         name = f"{path or 'model'} ({kind})"
+        if has_backward_hooks(module) and not isinstance(module, RowLayer):
+            raise UserError(f"{name}: its backward hook may need gradients of the globe.")
 
         def begin(*_: Any) -> None:
             assert self.run is not None
@@ -664,10 +714,9 @@ class Planner:
 
         stack.enter_context(module.register_forward_pre_hook(begin))
         stack.enter_context(module.register_forward_hook(end))
-        if type(module) is nn.Linear:
-            self._replace_call(stack, module, Run.call_linear, module)
-        elif type(module) is nn.Dropout:
-            self._replace_call(stack, module, Run.call_dropout, module)
+        call = CALLS.get(type(module))
+        if call is not None and "forward" not in vars(module):
+            self._replace_call(stack, module, call, module)
 
     def _replace_call(
         self, stack: ExitStack, module: nn.Module, call: Callable[..., Any], first: Any
@@ -690,6 +739,16 @@ class Planner:
         """Return the global heights of all inputs, and of inputs and outputs of layers."""
         heights = {h for calls in self.layer_rows.values() for call in calls for h in call[1:]}
         return heights | self.input_heights
+
+    def settings_of(self, layer: RowLayer) -> list[tuple[str, Any]]:
+        """Return the settings of a layer, which its plan is for."""
+        modules = [layer, *vars(layer)["wrapped"].modules()]
+        return [
+            (name, value)
+            for module in modules
+            for name, value in vars(module).items()
+            if isinstance(value, SETTINGS) and name != "training"
+        ]
 
     def first_uses(self) -> dict[int, str]:
         """Return the heights, with the path of the first layer that has each."""

@@ -118,7 +118,7 @@ def plan_calls(
 def _plan_batches(
     planner: Planner, shapes: list[Shape], inputs: InputFactory
 ) -> list[frozenset[ReaderGroup]]:
-    """Plan and compare both modes with a placeholder batch size, and evaluation with one sample.
+    """Plan and compare both modes with a placeholder batch size, with one sample and as they are.
 
     Tries which inputs have a batch dimension: other inputs may start with the same size by chance.
     """
@@ -135,11 +135,11 @@ def _plan_batches(
         except GlobalForwardError as error:
             refused = refused or error
             continue
-        if any(
-            single_sample(shape) != shape or placeholder_batch(shape) != shape for shape in shapes
-        ):
+        for training in (True, False):
             with suppress(GlobalForwardError):  # models may refuse a single sample
-                _plan_mode(planner, shapes, inputs, single_sample, False)
+                _plan_mode(planner, shapes, inputs, single_sample, training)
+        if all(single_sample(shape) != shape for shape in shapes):
+            _plan_mode(planner, shapes, inputs, lambda shape: shape, True)
         return runs
     raise refused or AssertionError("the unchanged inputs were tried last")
 

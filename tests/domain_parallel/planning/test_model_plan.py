@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import random
 import re
+from contextlib import suppress
 
 import numpy as np
 import pytest
@@ -282,6 +283,85 @@ def test_only_what_rows_have_in_common_runs_on_plain_bands():
             for ranks in (3, height // 3):
                 report = plan_report(_AtPlaces(treat), (2, 2, height, 6), ranks)
                 assert report.refusal, (name, height, ranks)
+
+
+def _handled(y):
+    with suppress(UserError):
+        y[:, :, :1].zero_()
+    return y
+
+
+class _Clip(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad / (1 + grad.norm())
+
+
+class _ClipsWeight(_Flips):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2, 1, 1))
+
+    def forward(self, x):
+        return self.conv(x) * _Clip.apply(self.weight)
+
+
+class _Patched(_Flips):
+    """Layers that somebody has changed: a linear one, and the padding of a convolution."""
+
+    def __init__(self, name):
+        super().__init__()
+        self.mix = nn.Linear(6, 6)
+        module, self.patched = (self.mix, nn.Linear.forward)
+        if name != "forward":
+            module, self.patched = self.conv, nn.Conv2d._conv_forward
+        patched = self.patched
+        setattr(module, name, lambda *args: patched(module, *args) - args[0].mean(-2, True))
+
+    def forward(self, x):
+        return self.mix(self.conv(x))
+
+
+class _Dilates(_Flips):
+    def forward(self, x):
+        for d in (1, 2):
+            self.conv.dilation = self.conv.padding = (d, d)
+            x = self.conv(x)
+        return x
+
+
+class _WritesToOne(_Flips):
+    def forward(self, x):
+        a, b = x * 2, x * 2
+        (a if x.shape[-2] > 6 else b).add_(1)
+        return self.conv(a)
+
+
+def _hooked():
+    model = nn.Sequential(nn.Conv2d(2, 2, 3, padding=1), nn.Tanh())
+    model[1].register_full_backward_hook(lambda module, grads, _: (grads[0] / grads[0].norm(),))
+    return model
+
+
+HIDDEN = {
+    "handled refusal": lambda: _AtPlaces(_handled),
+    "function of a weight": _ClipsWeight,
+    "patched linear": lambda: _Patched("forward"),
+    "patched convolution": lambda: _Patched("_conv_forward"),
+    "changed settings": _Dilates,
+    "equal tensors": _WritesToOne,
+    "hook of gradients": _hooked,
+}
+
+
+def test_what_code_hides_computes_on_the_globe():
+    for name, build in HIDDEN.items():
+        with entry(name):
+            assert plan_report(build(), (2, 2, 12, 6), 3).refusal
 
 
 def test_a_model_on_the_globe_keeps_its_layers():

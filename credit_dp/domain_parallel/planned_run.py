@@ -16,10 +16,6 @@ class GlobeTensor(Tensor):
 class ActivePlanner(Protocol):
     """What layers ask of a run of `planning.comparison`."""
 
-    @property
-    def is_global_run(self) -> bool:
-        """Whether this is the run on the whole globe."""
-
     def call_layer(self, layer: Any, x: Tensor, *others: Tensor) -> Any:
         """Return the output of a sharded layer in the current run: replaces its forward."""
 

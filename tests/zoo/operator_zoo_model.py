@@ -4,7 +4,6 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrizations
 
-from credit_dp.domain_parallel import functional
 from credit_dp.models.blocks import PolePad
 
 
@@ -73,9 +72,9 @@ class Anomaly(nn.Module):
     """Functions of rows, taken from the package."""
 
     def forward(self, x):
-        anomaly = x - functional.mean(x, (-2, -1), keepdim=True)
-        shifted = functional.roll(anomaly, 3, -2)
-        north = functional.pad(anomaly, (0, 0, 2, -2), mode="constant", value=0.5)
+        anomaly = x - x.mean((-2, -1), keepdim=True)
+        shifted = anomaly.roll(3, -2)
+        north = nn.functional.pad(anomaly, (0, 0, 2, -2), value=0.5)
         return anomaly + 0.1 * shifted + 0.1 * north
 
 

@@ -116,30 +116,7 @@ class Bands(NamedTuple):
 _plan_numbers = map(str, count())
 
 
-class _WrappedTypeMixin:
-    """Shows `isinstance` the wrapped module's type during the plan's run on the whole globe.
-
-    Everywhere else the wrapper's type is shown.
-    """
-
-    # User code may branch on `isinstance(layer, nn.Conv2d)`. The run on the globe has to do what
-    # the unsharded model does, so the check has to hold there although the layer has been replaced.
-    # In the run on a band, as in training, it sees the wrapper: if that sends the code down another
-    # path, the runs differ, and the model computes on tensors of the globe.
-    @property
-    def __class__(self) -> Any:
-        planner = active_planner()
-        if planner is None or not planner.is_global_run:
-            return type(self)
-        return type(self.__dict__.get("wrapped", self))
-
-    # `fully_shard` and parametrisations assign a new class; a property without a setter refuses it.
-    @__class__.setter
-    def __class__(self, kind: type) -> None:
-        object.__dict__["__class__"].__set__(self, kind)
-
-
-class RowLayer(_WrappedTypeMixin, nn.Module, ABC):
+class RowLayer(nn.Module, ABC):
     """A layer whose output rows depend on rows of other bands.
 
     `output_is_banded`: whether the output is cut into bands, too. If not, it is the same on every

@@ -57,6 +57,7 @@ from credit_dp.domain_parallel.planning.trace import (
 from credit_dp.errors import UserError, first_line
 from credit_dp.torch_private import (
     FakeTensor,
+    children_of,
     disable_current_modes,
     disable_torch_function,
     has_backward_hooks,
@@ -67,8 +68,6 @@ from credit_dp.torch_private import (
 # Namespaces of questions to torch, such as for a tensor's device.
 QUERY_NAMESPACES = ("prim", "profiler")
 OWN_NAMESPACES = (*QUERY_NAMESPACES, *TORCH_NAMESPACES)
-
-
 # What `reshape` does, depending on strides.
 COPIES = {torch.ops.aten.clone.default, torch.ops.aten.contiguous.default}
 AS_VIEW: dict[Any, Any] = {torch.ops.aten._unsafe_view.default: torch.ops.aten.view.default}
@@ -159,18 +158,12 @@ class Run(PlanningMode):
         self._memories: dict[int, tuple[int, int]] = {}
         self._counts: Counter[int] = Counter()
         self._copied: set[int] = set()
-        self._paused = 0
+        self._paused = self._layers = 0
         self._first_difference = ""
-        self._numbers: dict[int, int] = {}
+        self._numbers = dict(planner.numbers)
         self._alive: list[Tensor] = []  # Python reuses the id of a freed tensor
-        self._numbers.update(planner.numbers)
 
     # ---------------------------------------------------------------- the planner of layers
-
-    @property
-    def is_global_run(self) -> bool:
-        """Whether this is the run on the globe."""
-        return self.globe is None
 
     def call_layer(self, layer: RowLayer, x: Tensor, *others: Tensor) -> Any:
         """Return the output of a converted layer: replaces its forward."""
@@ -208,7 +201,9 @@ class Run(PlanningMode):
         shapes = tuple((each.shape, each.dtype) for each in (x, *others))
         key = layer, layer.training, shapes
         if key not in self.planner.outputs:
-            self.planner.outputs[key] = self._outputs_on_globe(layer.global_forward, (x, *others))
+            with self._within_layer():
+                made = self._outputs_on_globe(layer.global_forward, (x, *others))
+            self.planner.outputs[key] = made
         outputs = self.planner.outputs[key]
         leaves = tensor_leaves(outputs)
         dim, height = rows.dim, rows.height
@@ -226,8 +221,9 @@ class Run(PlanningMode):
         rows = self._rows_of(x)
         inputs = [held_of(each) for each in (x, *others)]
         if self._paused or rows is PARTIAL:
-            return layer.global_forward(x, *others)
-        with self._alone():
+            with self._within_layer():
+                return layer.global_forward(x, *others)
+        with self._alone(), self._within_layer():
             outputs = layer.global_forward(*inputs)
         leaves = tensor_leaves(outputs)
         if isinstance(rows, Band):
@@ -276,6 +272,23 @@ class Run(PlanningMode):
         finally:
             self._paused -= 1
 
+    @contextmanager
+    def _within_layer(self) -> Iterator[None]:
+        """Call wrapped modules themselves in this context."""
+        self._layers += 1
+        try:
+            yield
+        finally:
+            self._layers -= 1
+
+    def call_wrapped(
+        self, layer: RowLayer, forward: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        """Return the output of a module that a layer wraps, as the model calls it on the globe."""
+        if self._layers:
+            return forward(*args, **kwargs)
+        return layer.forward(*args, **kwargs)
+
     def _next_call(self, name: str) -> LayerCall:
         assert self.globe is not None
         calls = self.globe.calls
@@ -303,7 +316,6 @@ class Run(PlanningMode):
                 return call.outputs
             return map_tensors(lambda y: local_output(y)[0], call.outputs)
         self._note("call", call.name, *[self._number_of(held_of(x)) for x in inputs])
-
         numbers = count()
 
         def answer(y: Tensor) -> Tensor:
@@ -399,12 +411,11 @@ class Run(PlanningMode):
     ) -> Any:
         """Run an operator, and note what it computes."""
         kwargs = kwargs or {}
-        if BandTensor in types:
-            self._check_backward("" if func.namespace in OWN_NAMESPACES else func.overloadpacket)
-            return self._run_on_globe(func, types, args, kwargs)
-        run = self.planner.memo.run
         if self.globe is None and not self._paused:
             self._check_backward("" if func.namespace in OWN_NAMESPACES else func.overloadpacket)
+        if BandTensor in types:
+            return self._run_on_globe(func, types, args, kwargs)
+        run = self.planner.memo.run
         if func is torch.ops.prim.device.default and type(args[0]) is FakeTensor:
             return args[0].fake_device  # the most frequent call by far: answered without dispatch
         if self._paused or func.namespace in QUERY_NAMESPACES:
@@ -483,7 +494,7 @@ class Run(PlanningMode):
     def _number_of(self, x: Tensor) -> int:
         if id(x) not in self._numbers:
             if isinstance(x, FakeTensor) or x.is_meta:  # of nothing that was seen: equals no other
-                self._set_number(x, "unknown", self.is_global_run, len(self._alive))
+                self._set_number(x, "unknown", self.globe is None, len(self._alive))
             else:
                 with disable_current_modes():
                     self._set_number(x, "constant", x.dtype, tuple(x.shape), str(x.tolist()))
@@ -550,6 +561,7 @@ class Run(PlanningMode):
                 args, kwargs = entered[:2]
                 token = is_running.set(True)
                 stack.callback(is_running.reset, token)
+                self.planner.put_originals(stack)
             for index, x in enumerate(tensor_leaves((args, kwargs))):
                 self._set_number(held_of(x), "input", index, tuple(held_of(x).shape), x.dtype)
             self.planner.run = self
@@ -629,8 +641,6 @@ def _defaults_of(func: Any) -> dict[str, Hashable]:
 class Unsharded:
     """The planner of a run of the model as it is on one process."""
 
-    is_global_run = True
-
     def call_layer(self, layer: RowLayer, x: Tensor, *others: Tensor) -> Any:
         """Return the output of the layer that a converted one wraps."""
         return layer.global_forward(x, *others)
@@ -638,7 +648,7 @@ class Unsharded:
 
 # Modules that are called as one operator.
 CALLS: dict[type[nn.Module], Any] = {nn.Linear: Run.call_linear, nn.Dropout: Run.call_dropout}
-SETTINGS = (bool, int, float, str, tuple, list)
+SETTINGS = (bool, int, float, str, tuple, list)  # types of layers' settings
 
 
 @final
@@ -717,6 +727,19 @@ class Planner:
         call = CALLS.get(type(module))
         if call is not None and "forward" not in vars(module):
             self._replace_call(stack, module, call, module)
+
+    def put_originals(self, stack: ExitStack) -> None:
+        """Let the model have the modules that its layers wrap, and these call their layers.
+
+        So its code sees what it does without layers, as their types.
+        """
+        for parent in list(self.model.modules()):
+            for name, layer in children_of(parent).items():
+                if isinstance(layer, RowLayer):
+                    stack.callback(children_of(parent).__setitem__, name, layer)
+                    children_of(parent)[name] = vars(layer)["wrapped"]
+        for layer in self.names:
+            self._replace_call(stack, vars(layer)["wrapped"], Run.call_wrapped, layer)
 
     def _replace_call(
         self, stack: ExitStack, module: nn.Module, call: Callable[..., Any], first: Any

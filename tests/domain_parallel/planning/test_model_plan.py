@@ -341,6 +341,16 @@ class _WritesToOne(_Flips):
         return self.conv(a)
 
 
+class _AsksWhatItHas(_Flips):
+    def __init__(self, ask):
+        super().__init__()
+        self.ask = ask
+
+    def forward(self, x):
+        y = self.conv(x)
+        return y.tanh() if self.ask(self.conv) else y
+
+
 def _hooked():
     model = nn.Sequential(nn.Conv2d(2, 2, 3, padding=1), nn.Tanh())
     model[1].register_full_backward_hook(lambda module, grads, _: (grads[0] / grads[0].norm(),))
@@ -355,6 +365,9 @@ HIDDEN = {
     "changed settings": _Dilates,
     "equal tensors": _WritesToOne,
     "hook of gradients": _hooked,
+    "exact type": lambda: _AsksWhatItHas(lambda conv: type(conv) is nn.Conv2d),
+    "subclass": lambda: _AsksWhatItHas(lambda conv: issubclass(type(conv), nn.Conv2d)),
+    "attribute": lambda: _AsksWhatItHas(lambda conv: hasattr(conv, "halo_exchange")),
 }
 
 

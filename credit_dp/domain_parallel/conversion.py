@@ -156,7 +156,6 @@ class Conversion:
                 raise
             except UserError as error:
                 self.problems.append(str(error))
-                self.trusted.append(module)
                 self._replacements[module] = module
         return self._replacements[module]
 

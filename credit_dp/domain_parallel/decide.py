@@ -222,7 +222,7 @@ class Wanted(NamedTuple):
         globe: whether the model may compute on tensors of the globe.
         whole: whether functions may run whole then.
         limit: as `whole_ops_limit` of `convert_to_domain_parallel`.
-        costs: whether the costs of a training step are counted, and all problems listed.
+        costs: whether the costs of a training step are counted.
         recomputed: paths of the modules that backward computes again; "" stands for the model.
     """
 

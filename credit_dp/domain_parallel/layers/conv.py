@@ -12,7 +12,7 @@ There are two ways to compute a band:
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import Any, ClassVar, final
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
@@ -41,9 +41,7 @@ from credit_dp.errors import UserError
 from credit_dp.torch_private import has_hooks, padding_widths
 
 # They differ in their numbers of dimensions, and in whether they are transposed.
-Conv = (
-    nn.Conv1d | nn.Conv2d | nn.Conv3d | nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d
-)
+Conv = nn.Conv2d | nn.Conv3d | nn.ConvTranspose2d | nn.ConvTranspose3d
 
 
 def is_pointwise(conv: Conv, padding: tuple[int, ...], dim: int) -> bool:
@@ -56,9 +54,6 @@ def is_pointwise(conv: Conv, padding: tuple[int, ...], dim: int) -> bool:
 class ConvLayer(StencilLayer):
     """Base of the layers around an `nn.Conv*d` or `nn.ConvTranspose*d`, their `conv`.
 
-    `row_dim` is the row dimension of the input, counted from the end; it also indexes the settings
-    of `conv`.
-
     Args:
         wrapped: the layer to shard, `conv` itself or a module around it.
         conv: the convolution.
@@ -68,7 +63,6 @@ class ConvLayer(StencilLayer):
     """
 
     conv: Any
-    row_dim: ClassVar[int] = ROW_DIM
 
     def __init__(
         self,
@@ -78,7 +72,7 @@ class ConvLayer(StencilLayer):
         shard_dim: int,
         manager: DomainParallelManager | None,
     ) -> None:
-        dim = self.row_dim
+        dim = ROW_DIM
         kernel_extent = conv.dilation[dim] * (conv.kernel_size[dim] - 1) + 1
         halo_width = max(0, (kernel_extent - conv.stride[dim]) // 2)
         ndim = len(conv.kernel_size) + 2
@@ -89,22 +83,15 @@ class ConvLayer(StencilLayer):
         self.padding_widths = padding_widths
         self.north, self.south = padding_widths[2 * (-dim - 1) : -2 * dim]
 
-    def _check_dim(self) -> None:
-        if self.dim != self.row_dim:
-            raise UserError(
-                f"{type(self).__name__}: only latitude rows, its dimension {self.row_dim}, can be "
-                f"sharded, got shard_dim={self.shard_dim}. Use shard_dim={self.row_dim}."
-            )
-
     @property
     def _stride(self) -> int:
-        return int(self.conv.stride[self.row_dim])
+        return int(self.conv.stride[ROW_DIM])
 
     @property
     def _windows(self) -> Windows:
         """Rows under the kernel, for each output row."""
         conv = self.conv
-        dim = self.row_dim
+        dim = ROW_DIM
         return Windows(conv.kernel_size[dim], self._stride, self.north, conv.dilation[dim])
 
     @property
@@ -120,13 +107,13 @@ class ConvLayer(StencilLayer):
         Raises:
             UserError: the rows are in a spatial dimension that this layer does not shard.
         """
-        if dim == self.row_dim:
+        if dim == ROW_DIM:
             return True
         if dim < -len(self.conv.kernel_size) or is_pointwise(self.conv, self.padding_widths, dim):
             return False
         raise UserError(
             f"{type(self).__name__}: rows are in dimension {dim}, along which its kernel mixes "
-            f"them; it needs them in {self.row_dim}. Move them there before this layer."
+            f"them; it needs them in {ROW_DIM}. Move them there before this layer."
         )
 
 
@@ -164,7 +151,7 @@ class _RowConv(ConvLayer):
         if self._is_small(x, bands.input) or not self._can_overlap(bands):
             # fetch first, then convolve
             return self.convolve(self.column_padding.pad(self.fetch(x, bands)))
-        dim = self.row_dim
+        dim = ROW_DIM
         halo = Halo(self._halo_of(bands.input), self.manager.transport, self.column_padding, dim)
         padded = self.column_padding.pad(x)
         settings = self._overlap_settings()
@@ -176,7 +163,7 @@ class _RowConv(ConvLayer):
         # times as many entries.
         copies_anyway = base.computes_on_cpu(x) and any(self.column_padding.padding_widths)
         limit = base.SMALL_BAND_ENTRIES * (16 if copies_anyway else 1)
-        return entries_of_largest_band(x, self.row_dim, bands) <= limit
+        return entries_of_largest_band(x, ROW_DIM, bands) <= limit
 
     def _compute_compiled(self, x: Tensor, bands: Bands) -> Tensor:
         """Return this rank's output rows, in terms that torch's compiler can follow."""
@@ -206,8 +193,8 @@ class _RowConv(ConvLayer):
         """Return settings with zeros in place of the halo."""
         conv = self.conv
         zeros = list(self.zeros)
-        zeros[self.row_dim] = self.north
-        return ConvSettings(conv.stride, tuple(zeros), conv.dilation, conv.groups, self.row_dim)
+        zeros[ROW_DIM] = self.north
+        return ConvSettings(conv.stride, tuple(zeros), conv.dilation, conv.groups, ROW_DIM)
 
     def _can_overlap(self, bands: Bands) -> bool:
         """Return whether the band can be convolved while its halo travels.
@@ -249,7 +236,7 @@ class _PaddedConv(_RowConv):
         outer = conv if wrapped is None else wrapped
         super().__init__(outer, conv, padding_widths(conv), shard_dim, manager)
         self.pole_mode = conv.padding_mode
-        north = 2 * (-self.row_dim - 1)
+        north = 2 * (-ROW_DIM - 1)
         without_rows = (*self.padding_widths[:north], 0, 0, *self.padding_widths[north + 2 :])
         no_padding = (0,) * len(without_rows)
         # Equal zeros on both sides can be left to the convolution, which saves a copy of the input.

@@ -46,7 +46,7 @@ class _RowConvTranspose(ConvLayer):
 
     def __init__(
         self,
-        conv: nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d,
+        conv: nn.ConvTranspose2d | nn.ConvTranspose3d,
         shard_dim: int = ROW_DIM,
         *,
         manager: DomainParallelManager | None = None,
@@ -70,7 +70,7 @@ class _RowConvTranspose(ConvLayer):
     @property
     def acts_alone(self) -> bool:
         """Whether every row makes rows of its own, and the bands of input and output line up."""
-        sides = (self.north, self.south, self.conv.output_padding[self.row_dim])
+        sides = (self.north, self.south, self.conv.output_padding[ROW_DIM])
         return (
             self._kernel_extent == self._stride
             and not any(sides)
@@ -82,7 +82,7 @@ class _RowConvTranspose(ConvLayer):
 
         Source: Dumoulin & Visin 2016, relationship 14, with dilation.
         """
-        extra = self._kernel_extent + self.conv.output_padding[self.row_dim] - 2 * self.north
+        extra = self._kernel_extent + self.conv.output_padding[ROW_DIM] - 2 * self.north
         return int((height - 1) * self._stride + extra)
 
     def input_span(self, out: slice, height: int) -> tuple[int, int]:
@@ -95,14 +95,12 @@ class _RowConvTranspose(ConvLayer):
         cut = transposed_rows(self._windows, out.start, out.stop, bands.input.height)
         rows = self.fetch(x, bands)
         convolve = partial(self._convolve, rows, cut=cut)
-        return convolve_transposed(
-            convolve, self.bias, cut, self.row_dim, len(self.conv.kernel_size)
-        )
+        return convolve_transposed(convolve, self.bias, cut, ROW_DIM, len(self.conv.kernel_size))
 
     def _convolve(self, rows: Tensor, bias: Tensor | None, cut: TransposedRows) -> Tensor:
         """Return the transposed convolution with this padding and output padding along the rows."""
         conv = self.conv
-        dim = self.row_dim
+        dim = ROW_DIM
         return CONV_TRANSPOSE_FUNCTIONS[len(conv.padding)](
             rows,
             self.weight,

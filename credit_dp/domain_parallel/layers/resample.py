@@ -160,7 +160,7 @@ MODES = (*NEAREST, *LINEAR, "bicubic", "area")
 
 def _input_ndim(upsample: nn.Upsample) -> int:
     """Return the number of dimensions of the input as far as the settings say, else 4."""
-    of_modes = {"trilinear": 3}
+    of_modes = {"linear": 1, "trilinear": 3}
     for setting in (upsample.size, upsample.scale_factor):
         if isinstance(setting, (tuple, list)):
             return NON_SPATIAL + len(setting)

@@ -24,7 +24,7 @@ from credit_dp.domain_parallel import (
     shard_tensor,
 )
 from credit_dp.domain_parallel.bands import group_norm
-from credit_dp.domain_parallel.build import shard_model
+from credit_dp.domain_parallel.build import declared_converters, shard_model
 from credit_dp.domain_parallel.decide import plan_report
 from credit_dp.domain_parallel.halo_exchange import CHANNELS_LAST_FORMATS, HaloExchange
 from credit_dp.domain_parallel.layers import (
@@ -207,6 +207,16 @@ FAMILIES = {
     "norms": [name for name in FORMAT_STAYS if "norm" in name],
     "others": [name for name in FORMAT_STAYS if name not in CONVOLUTIONS and "norm" not in name],
 }
+
+
+def test_these_layers_compute_on_plain_bands():
+    """Otherwise the tests of this file would say nothing of them."""
+    for name in FORMAT_STAYS:
+        with entry(name):
+            model = Layer(LAYERS[name]())
+            rules = declared_converters(model)
+            report = plan_report(model, SHAPE, 3, custom_converters=rules)
+            assert not report.refusal
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -485,7 +495,7 @@ def test_wrappers_built_by_hand_take_any_bands():
 
 REFUSED_SETTINGS = [
     (lambda: DomainParallelConv2d(nn.Conv2d(1, 1, 3), shard_dim=-1), "only latitude rows"),
-    (lambda: DomainParallelConv2d(nn.Conv2d(1, 1, 3), shard_dim=3), "its dimension -2"),
+    (lambda: DomainParallelConv2d(nn.Conv2d(1, 1, 3), shard_dim=3), "got shard_dim=3"),
     (lambda: DomainParallelConv3d(nn.Conv3d(1, 1, 3), shard_dim=2), "only latitude rows"),
     (lambda: DomainParallelAvgPool(nn.AvgPool2d(2), -1), "only latitude rows"),
 ]

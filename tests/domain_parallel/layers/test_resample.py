@@ -194,6 +194,7 @@ def test_interpolate_counts_its_row_dim_from_the_start():
         ({"size": (4, 23, 5), "mode": "nearest", "shard_dim": 3}, (3, 10, 6)),
         ({"scale_factor": 1.5, "mode": "trilinear", "shard_dim": 3}, (3, 10, 6)),
         ({"size": (23, 5), "mode": "bilinear", "shard_dim": 2}, (10, 6)),
+        ({"size": 23, "mode": "linear", "shard_dim": 2}, (10,)),
     ]:
         x = torch.randn(2, 3, *dims, dtype=torch.float64)
         settings = {key: value for key, value in options.items() if key != "shard_dim"}

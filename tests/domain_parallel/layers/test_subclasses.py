@@ -135,7 +135,7 @@ def test_a_wrapper_by_hand_refuses_what_it_would_leave_out():
             wrapper(make())
 
 
-def test_a_conversion_refuses_or_audits_them():
+def test_a_conversion_refuses_or_compares_them():
     def converted(manager):
         for _, make, message in OWN:
             model = nn.Sequential(nn.Conv2d(4, 4, 1), make())

@@ -301,6 +301,35 @@ class _Clip(torch.autograd.Function):
         return grad / (1 + grad.norm())
 
 
+class _Around(torch.autograd.Function):
+    """Calls a layer, with a gradient of its own."""
+
+    @staticmethod
+    def forward(ctx, x, layer):
+        return layer(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad / (1 + grad.norm()), None
+
+
+class _ClipsLayer(_Flips):
+    def forward(self, x):
+        return _Around.apply(x, self.conv)
+
+
+class _CentresSamples(_Flips):
+    """Takes means over rows of so many samples in training only."""
+
+    def __init__(self, samples):
+        super().__init__()
+        self.samples = samples
+
+    def forward(self, x):
+        x = self.conv(x)
+        return x - x.mean(-2, True) if self.training and len(x) == self.samples else x
+
+
 class _ClipsWeight(_Flips):
     def __init__(self):
         super().__init__()
@@ -360,6 +389,9 @@ def _hooked():
 HIDDEN = {
     "handled refusal": lambda: _AtPlaces(_handled),
     "function of a weight": _ClipsWeight,
+    "function around a layer": _ClipsLayer,
+    "one sample in training": lambda: _CentresSamples(1),
+    "as many samples as are planned": lambda: _CentresSamples(2),
     "patched linear": lambda: _Patched("forward"),
     "patched convolution": lambda: _Patched("_conv_forward"),
     "changed settings": _Dilates,

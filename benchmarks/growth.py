@@ -22,7 +22,7 @@ from pinned import RANKS, frees_at_once, on_pinned_ranks
 from credit_dp.cli.compose import Composer
 from credit_dp.config import ModelConfig
 from credit_dp.domain_parallel import DomainParallelManager
-from credit_dp.domain_parallel.build import shard_model
+from credit_dp.domain_parallel.convert import shard_model
 from credit_dp.evaluation.figure_style import figure_style
 from credit_dp.models import build_model
 

@@ -39,7 +39,7 @@ from credit_dp.data.setup import prepare_training_data
 from credit_dp.data.sources.prepared import METADATA_ATTRIBUTE, PreparedMetadata
 from credit_dp.data.store import all_finite
 from credit_dp.domain_parallel import DomainParallelManager
-from credit_dp.domain_parallel.build import shard_model
+from credit_dp.domain_parallel.convert import shard_model
 from credit_dp.fields import Fields
 from credit_dp.models import build_model
 

@@ -17,7 +17,7 @@ from table import show
 from credit_dp.cli.compose import Composer
 from credit_dp.config import ModelConfig
 from credit_dp.domain_parallel import DomainParallelManager
-from credit_dp.domain_parallel.build import declared_converters, shard_model
+from credit_dp.domain_parallel.convert import shard_model
 from credit_dp.domain_parallel.decide import plan_report
 from credit_dp.fields import Fields
 from credit_dp.models import build_model
@@ -76,10 +76,7 @@ def expected(config: ModelConfig, grid: tuple[int, int], ranks: int) -> tuple[fl
     with torch.device("meta"):
         model = build_model(config, FIELDS, grid)
     shape = (1, FIELDS.inputs, *grid)
-    reports = [
-        plan_report(model, shape, n, custom_converters=declared_converters(model))
-        for n in (1, ranks)
-    ]
+    reports = [plan_report(model, shape, n) for n in (1, ranks)]
     alone, sharded = (max(report.saved_bytes) for report in reports)
     bands = next(level.bands for level in reports[1].levels if level.rows == grid[0])
     return max(bands) / grid[0], sharded / alone

@@ -129,7 +129,7 @@ def _converter(config: Any, domain: int) -> Any:
     from dataclasses import replace
 
     from credit_dp.costs.budget import model_and_shape
-    from credit_dp.domain_parallel.build import shard_model
+    from credit_dp.domain_parallel.convert import shard_model
     from credit_dp.domain_parallel.decide import counting_manager
 
     one = replace(config, data=replace(config.data, batch_size=1))

@@ -11,7 +11,7 @@ from table import show
 from credit_dp.cli.compose import Composer
 from credit_dp.config import ModelConfig
 from credit_dp.domain_parallel import DomainParallelManager
-from credit_dp.domain_parallel.build import declared_converters, shard_model
+from credit_dp.domain_parallel.convert import shard_model
 from credit_dp.domain_parallel.decide import Decision, plan_report
 from credit_dp.models import build_model
 
@@ -35,8 +35,7 @@ def planned(config: ModelConfig, ranks: int) -> Decision:
     """Return the plan of the same step."""
     with torch.device("meta"):
         model = build_model(config, FIELDS, GRID)
-    converters = declared_converters(model)
-    return plan_report(model, (1, FIELDS.inputs, *GRID), ranks, custom_converters=converters)
+    return plan_report(model, (1, FIELDS.inputs, *GRID), ranks)
 
 
 def rows() -> list[Row]:

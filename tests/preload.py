@@ -23,7 +23,7 @@ from matplotlib.figure import Figure
 import credit_dp
 import tests.plots  # noqa: F401
 from credit_dp.domain_parallel import DomainParallelManager
-from credit_dp.domain_parallel.build import shard_model
+from credit_dp.domain_parallel.convert import shard_model
 from credit_dp.domain_parallel.transport import ThreadTransport, ThreadWorld
 from credit_dp.fields import Fields
 from credit_dp.models import build_model

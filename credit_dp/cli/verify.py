@@ -63,7 +63,6 @@ def verify_model(config: Config) -> "VerifyReport":
     import torch  # takes seconds: not for --help
 
     from credit_dp.data.setup import expected_channels, planned_grid
-    from credit_dp.domain_parallel.build import declared_converters
     from credit_dp.domain_parallel.verify import verify_domain_parallel
     from credit_dp.models import build_model
     from credit_dp.models.blocks import draw_noise, draw_stochastic_depths
@@ -79,12 +78,10 @@ def verify_model(config: Config) -> "VerifyReport":
     draw_stochastic_depths(model, config.seed, 0, range(BATCH))
     draw_noise(model, [(config.seed, 0, sample) for sample in range(BATCH)])
     shape = (BATCH, fields.inputs, *grid)
-    converters = declared_converters(model)
     return verify_domain_parallel(
         lambda: model,
         shape,
         ranks,
-        custom_converters=converters,
         whole_ops=config.parallel.whole_ops,
         seed=config.seed,
     )

@@ -125,7 +125,6 @@ class OwnModelConfig(ModelConfig, Plugin):
         `grid.is_global` is false for a region, which has no poles; its columns go round the globe
         if `grid.is_periodic` is true.
 
-        The module's class may have `row_rules`: module type -> name of a sharding rule, or a rule.
         Derived from `credit_dp.models.segments.SegmentedModel`, it can run in a pipeline.
 
         Shapes:

@@ -21,8 +21,7 @@ from credit_dp.data.statistics import Statistics
 from credit_dp.data.transforms import QUANTILE_SCORES
 from credit_dp.distributed.placement import check_batch
 from credit_dp.domain_parallel import DomainParallelManager
-from credit_dp.domain_parallel.build import declared_converters, shard_model
-from credit_dp.domain_parallel.convert import convert_to_domain_parallel
+from credit_dp.domain_parallel.convert import convert_to_domain_parallel, shard_model
 from credit_dp.domain_parallel.count_transport import RankTraffic
 from credit_dp.domain_parallel.decide import Decision, counting_manager, plan_report
 from credit_dp.domain_parallel.partition import too_few_rows_messages
@@ -590,7 +589,6 @@ def _converted_copy(model: nn.Module, report: Decision) -> nn.Module:
     return convert_to_domain_parallel(
         copy_model(model),
         counting_manager(report.ranks),
-        custom_converters=declared_converters(model),
     )
 
 
@@ -664,7 +662,6 @@ def _report(model: nn.Module, shape: tuple[int, ...], domain: int, config: Confi
         model,
         shape,
         domain,
-        custom_converters=declared_converters(model),
         whole_ops=config.parallel.whole_ops,
         whole_ops_limit=config.parallel.whole_ops_limit,
         # On one rank, too: what a model checkpoints by itself would not be counted.

@@ -27,7 +27,7 @@ from credit_dp.domain_parallel import (
     gather_tensor,
     shard_tensor,
 )
-from credit_dp.domain_parallel.build import shard_model
+from credit_dp.domain_parallel.convert import shard_model
 from credit_dp.domain_parallel.verify import gradient_or_zeros
 from credit_dp.fields import Fields
 from credit_dp.models import build_model

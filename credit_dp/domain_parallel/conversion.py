@@ -29,10 +29,9 @@ Converter = Callable[[Any], nn.Module]
 # A converted model holds its `Conversion` in this attribute.
 CONVERSION_ATTRIBUTE = "_domain_parallel_conversion"
 _HOW_TO_REGISTER = (
-    "Name a rule for a module's type in row_rules of the model, or in Python pass "
-    "custom_converters={TYPE: function(module) -> replacement}. The replacement, which may be the "
-    "module itself, is trusted and not checked: it has to act on each row separately, unless it is "
-    "a RowLayer"
+    "Write @register(TYPE) above a function(module) -> replacement in a plug-in, or in Python pass "
+    "custom_converters={TYPE: function}. The replacement, which may be the module itself, is "
+    "trusted and not checked: it has to act on each row separately, or fetch rows by a HaloExchange"
 )
 
 
@@ -41,7 +40,7 @@ class WrongRuleError(UserError):
 
 
 def _apply_rule(rule: Converter, module: nn.Module, path: str) -> nn.Module:
-    """Return the replacement of a module by a rule of the user's, or of a model's `row_rules`.
+    """Return the replacement of a module by a rule of the user's.
 
     Raises:
         WrongRuleError: the rule fails, or returns no module.
@@ -164,7 +163,7 @@ class Conversion:
             return module
         # A parametrization, as spectral_norm, gives its module a type of its own.
         kind = type_before_parametrizations(module)
-        layer_type = kind if kind in REGISTERED else _effective_type(module, kind)
+        layer_type = kind if kind in RULES else _effective_type(module, kind)
         registered = RULES[layer_type] if layer_type in REGISTERED else None
         rule = self.custom_converters.get(kind, registered)
         if rule is not None:

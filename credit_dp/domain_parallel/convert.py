@@ -170,6 +170,36 @@ def convert_to_domain_parallel(
     return converted
 
 
+def shard_model(
+    model: nn.Module,
+    manager: DomainParallelManager,
+    input_shape: Sequence[int],
+    whole_ops: str = "allow",
+    whole_ops_limit: float | None = DEFAULT_LIMIT,
+) -> nn.Module:
+    """Convert a model, without the check of parameters in its first forward.
+
+    Args:
+        model: any model, see `convert_to_domain_parallel`.
+        manager: this rank's position in the mesh.
+        input_shape: the shape of the global input, `(B, C, H, W)`.
+        whole_ops: as for `convert_to_domain_parallel`.
+        whole_ops_limit: as for `convert_to_domain_parallel`.
+
+    Raises:
+        UserError: as `convert_to_domain_parallel`.
+    """
+    converted = convert_to_domain_parallel(
+        model,
+        manager,
+        input_shape=tuple(input_shape),
+        whole_ops=whole_ops,
+        whole_ops_limit=whole_ops_limit,
+    )
+    remove_parameter_check(converted)
+    return converted
+
+
 def carry_out(
     decision: Decision,
     model: nn.Module,

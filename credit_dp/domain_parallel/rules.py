@@ -1,10 +1,8 @@
 """The table of rules: how a layer is computed on bands of rows.
 
 The rule of a type of module gets the module and returns its domain-parallel replacement, or the
-module itself. Names stand for rules in the `row_rules` of a model. The rule of a custom operator
-gets the operator and its arguments; those of torch's operators are in `band_tensor`. To support
-another torch layer, write its domain-parallel layer in `layers` and add a line to `RULES`; users
-add rules with `register`.
+module itself. The rule of a custom operator gets the operator and its arguments; those of torch's
+operators are in `band_tensor`. Users add rules with `register`.
 """
 
 from __future__ import annotations
@@ -43,11 +41,14 @@ from credit_dp.domain_parallel.layers import (
 )
 from credit_dp.domain_parallel.layers.conv import Conv, is_pointwise
 from credit_dp.domain_parallel.layers.pad import PAD_LAYERS
-from credit_dp.domain_parallel.layers.pool import (
-    output_size_along,
-)
+from credit_dp.domain_parallel.layers.pool import output_size_along
 from credit_dp.domain_parallel.partition import ROW_DIM
 from credit_dp.errors import UserError
+from credit_dp.models.blocks import PolePad, StochasticDepth
+from credit_dp.models.crossformer import LongDistanceAttention, ShortDistanceAttention
+from credit_dp.models.pangu import EarthAttention
+from credit_dp.models.swin import CosineAttention
+from credit_dp.models.unet import LongRangeConv2d, MatchRows, PeriodicConv2d, PeriodicUpsample
 from credit_dp.torch_private import OpOverload, operator_of, padding_widths
 
 Rule = Callable[[Any], nn.Module]
@@ -99,10 +100,6 @@ def _shard_distributed_depthwise(layer: DistributedDepthwiseConv2d) -> nn.Module
     return DomainParallelDistributedDepthwiseConv2d(layer) if layer.kernel_size[0] > 1 else layer
 
 
-def _keep(module: nn.Module) -> nn.Module:
-    return module
-
-
 def _shard_adaptive_pool(pool: nn.AdaptiveAvgPool2d | nn.AdaptiveAvgPool3d) -> nn.Module:
     return DomainParallelGlobalAvgPool(pool) if output_size_along(pool, ROW_DIM) == 1 else pool
 
@@ -128,15 +125,16 @@ RULES: dict[Any, Any] = {
     **dict.fromkeys((nn.AvgPool2d, nn.AvgPool3d), DomainParallelAvgPool),
     **dict.fromkeys(PAD_LAYERS, DomainParallelPadLayer),
     **dict.fromkeys((nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d), _shard_adaptive_pool),
-    # Names for the `row_rules` of models. Those that pad may have a `column_mode`.
-    "periodic_conv": DomainParallelPeriodicConv2d,  # needs `conv`, `padding`; `poles` is optional
-    "periodic_upsample": DomainParallelPeriodicUpsample,  # needs `refine` and `poles`
-    "long_range_conv": DomainParallelLongRangeConv2d,  # a depthwise Conv2d with `column_padding`
-    "match_rows": DomainParallelMatchRows,  # crops to a reference, `forward(x, reference)`
-    "pole_pad": DomainParallelPolePad,  # needs `width`, `columns` and `poles`
-    "row_groups": DomainParallelRowGroups,  # needs `row_dim`, `groups` and `treat`
-    "stochastic_depth": DomainParallelStochasticDepth,  # needs `rate` and `draws`
-    "keep": _keep,  # computes each row separately; trusted, not compared
+    PeriodicConv2d: DomainParallelPeriodicConv2d,
+    PeriodicUpsample: DomainParallelPeriodicUpsample,
+    LongRangeConv2d: DomainParallelLongRangeConv2d,
+    MatchRows: DomainParallelMatchRows,
+    PolePad: DomainParallelPolePad,
+    StochasticDepth: DomainParallelStochasticDepth,
+    **dict.fromkeys(
+        (CosineAttention, EarthAttention, LongDistanceAttention, ShortDistanceAttention),
+        DomainParallelRowGroups,
+    ),
 }  # fmt: skip
 REGISTERED: set[Any] = set()  # keys of rules that `register` has added
 
@@ -145,10 +143,9 @@ def register(key: Any) -> Callable[[AnyRule], AnyRule]:
     """Add a rule to the table, as a decorator or by `register(key)(rule)`.
 
     Args:
-        key: an exact type of module or a name for `row_rules`, whose rule gets the module and
-            returns its replacement; or an operator of `torch.library.custom_op`, whose rule gets
-            the operator, its arguments and its keyword arguments, as the rules in `band_tensor`
-            do. A rule is trusted.
+        key: an exact type of module, whose rule gets the module and returns its replacement; or an
+            operator of `torch.library.custom_op`, whose rule gets the operator, its arguments and
+            its keyword arguments, as the rules in `band_tensor` do. A rule is trusted.
 
     Raises:
         UserError: the key is none of these, or has a rule.
@@ -156,22 +153,20 @@ def register(key: Any) -> Callable[[AnyRule], AnyRule]:
     is_type = isinstance(key, type)
     key = operator_of(key)
     is_known = isinstance(key, OpOverload) and key.namespace != "aten"
-    if not (issubclass(key, nn.Module) if is_type else isinstance(key, str) or is_known):
+    if not (issubclass(key, nn.Module) if is_type else is_known):
         cure = "Write @register(TYPE) above the rule."
         if callable(key) and not is_type:
             cure = "Call an operator of torch.library.custom_op instead, and register that."
         raise UserError(
-            f"register: needs a type of module, a name or a custom operator, got "
+            f"register: needs a type of module or a custom operator, got "
             f"{getattr(key, '__name__', repr(key))}. {cure}"
         )
 
     def add(rule: AnyRule) -> AnyRule:
         if key in RULES and _source(RULES[key]) != _source(rule):
-            cure = "Choose another name."
+            cure = "Keep one of the two."
             if is_type:
-                cure = "Name yours in row_rules of the model instead."
-            elif not isinstance(key, str):
-                cure = "Keep one of the two."
+                cure = "Register a type of your own that derives from it."
             raise UserError(
                 f"register: {getattr(key, '__name__', key)} has a rule already, "
                 f"{_source(RULES[key])}. {cure}"

@@ -25,7 +25,6 @@ from credit_dp.fields import Fields, GridShape
 from credit_dp.models.blocks import (
     NoiseModulation,
     PolePad,
-    StochasticDepth,
     padding_modes,
     pair_offsets,
     run_block,
@@ -388,14 +387,6 @@ class CrossFormer(SegmentedModel):
 
     Source: Wang et al. 2021; Schreck et al. 2024 (arXiv 2411.07814).
     """
-
-    row_rules: ClassVar[dict[type[nn.Module], str]] = {
-        PeriodicConv2d: "periodic_conv",
-        PolePad: "pole_pad",
-        ShortDistanceAttention: "row_groups",
-        LongDistanceAttention: "row_groups",
-        StochasticDepth: "stochastic_depth",
-    }
 
     def __init__(self, config: CrossFormerConfig, fields: Fields, grid: GridShape) -> None:
         super().__init__()

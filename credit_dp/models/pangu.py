@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from itertools import chain
 from math import prod
-from typing import ClassVar, cast, final
+from typing import cast, final
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from credit_dp.config.model import PanguConfig
 from credit_dp.errors import UserError
 from credit_dp.fields import Fields, GridShape
-from credit_dp.models.blocks import StochasticDepth
 from credit_dp.models.shifted_windows import (
     PAD_3D,
     Size,
@@ -185,11 +184,6 @@ class Pangu(WindowTransformer):
     Source: Bi et al. 2023, Accurate medium-range global weather forecasting with 3D neural
     networks.
     """
-
-    row_rules: ClassVar[dict[type[nn.Module], str]] = {
-        EarthAttention: "row_groups",
-        StochasticDepth: "stochastic_depth",
-    }
 
     def __init__(self, config: PanguConfig, fields: Fields, grid: GridShape) -> None:
         super().__init__()

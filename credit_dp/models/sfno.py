@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
-from typing import ClassVar, final
+from typing import final
 
 import numpy as np
 import torch
@@ -19,7 +19,6 @@ from credit_dp.errors import UserError
 from credit_dp.fields import Fields, GridShape
 from credit_dp.models.blocks import (
     NoiseModulation,
-    StochasticDepth,
     run_block,
     stochastic_depth_or_identity,
     stochastic_depth_rates,
@@ -206,8 +205,6 @@ class SFNO(SegmentedModel):
 
     Source: Bonev et al. 2023 (arXiv 2306.03838), with the linear filter.
     """
-
-    row_rules: ClassVar[dict[type[nn.Module], str]] = {StochasticDepth: "stochastic_depth"}
 
     def __init__(self, config: SFNOConfig, fields: Fields, grid: GridShape) -> None:
         super().__init__()

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from credit_dp.config.model import SwinConfig
 from credit_dp.fields import Fields, GridShape
-from credit_dp.models.blocks import StochasticDepth, pair_offsets
+from credit_dp.models.blocks import pair_offsets
 from credit_dp.models.shifted_windows import (
     Size,
     WindowAttention,
@@ -145,11 +145,6 @@ class Swin(WindowTransformer):
     Source: Liu et al. 2022 (arXiv 2111.09883); the skip connection as in Chen et al. 2023 (arXiv
     2306.12873).
     """
-
-    row_rules: ClassVar[dict[type[nn.Module], str]] = {
-        CosineAttention: "row_groups",
-        StochasticDepth: "stochastic_depth",
-    }
 
     def __init__(self, config: SwinConfig, fields: Fields, grid: GridShape) -> None:
         super().__init__()

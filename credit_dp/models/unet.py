@@ -11,7 +11,7 @@ import logging
 from collections.abc import Sequence
 from functools import partial
 from itertools import pairwise
-from typing import ClassVar, cast, final
+from typing import cast, final
 
 import torch
 import torch.nn.functional as F
@@ -383,14 +383,6 @@ class UNet(SegmentedModel):
 
     Source: Ronneberger, Fischer & Brox 2015, with residual blocks.
     """
-
-    row_rules: ClassVar[dict[type[nn.Module], str]] = {
-        PeriodicConv2d: "periodic_conv",
-        PeriodicUpsample: "periodic_upsample",
-        LongRangeConv2d: "long_range_conv",
-        MatchRows: "match_rows",
-        StochasticDepth: "stochastic_depth",
-    }
 
     def __init__(
         self,

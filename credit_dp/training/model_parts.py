@@ -39,7 +39,7 @@ from credit_dp.data.setup import TrainingData
 from credit_dp.data.valid_points import ValidPoints
 from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.domain_parallel.band_tensor.boundary import attached_domain
-from credit_dp.domain_parallel.build import shard_model
+from credit_dp.domain_parallel.convert import shard_model
 from credit_dp.domain_parallel.planning.model_plan import parameters_outside_graph
 from credit_dp.domain_parallel.recomputation import checkpoint_modules
 from credit_dp.models import build_model, cast_model

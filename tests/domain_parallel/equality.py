@@ -21,7 +21,6 @@ from credit_dp.domain_parallel.band_tensor.boundary import attached_domain
 from credit_dp.domain_parallel.convert import convert_to_domain_parallel
 from credit_dp.domain_parallel.dry_run import row_layers
 from credit_dp.domain_parallel.layers import base
-from credit_dp.domain_parallel.rules import RULES
 from credit_dp.domain_parallel.transport import ThreadTransport, ThreadWorld
 from credit_dp.domain_parallel.verify import relative_error as error
 from tests.tables import entry
@@ -162,7 +161,7 @@ def _sharded(
         for layer in row_layers(model).values():
             layer.forget_exchanges()
         return model
-    rules = {kind: RULES[rule] for kind, rule in getattr(unsharded, "row_rules", {}).items()}
+    rules = getattr(unsharded, "converters", {})
     model = copy.deepcopy(unsharded)
     model = convert_to_domain_parallel(
         model, manager, -2, rules, input_shape=shape, whole_ops=whole_ops

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from credit_dp.domain_parallel.layers import DomainParallelRowGroups
 from credit_dp.models.row_groups import GroupedRows, dilated, windows
 
 # Ways to move the rows of (B, C, H, W) to another dimension, and back.
@@ -80,7 +81,7 @@ class RowGroupAttention(GroupedRows):
 class RowGroupModel(nn.Module):
     """Convolutions around a layer of row groups that is called twice."""
 
-    row_rules: ClassVar = {RowGroupAttention: "row_groups"}
+    converters: ClassVar = {RowGroupAttention: DomainParallelRowGroups}
 
     def __init__(self, kind, size, shift, height):
         super().__init__()

@@ -18,8 +18,8 @@ from credit_dp.domain_parallel import (
     plan_report,
 )
 from credit_dp.domain_parallel.dry_run import row_layers
+from credit_dp.domain_parallel.layers import DomainParallelRowGroups
 from credit_dp.domain_parallel.planning import model_plan
-from credit_dp.domain_parallel.rules import RULES
 from credit_dp.errors import UserError
 from credit_dp.models.row_groups import GroupedRows, windows
 from credit_dp.models.unet import UNet
@@ -105,8 +105,7 @@ def _traffic(manager):
     return Counter(vars(manager.transport.traffic))
 
 
-OF_UNET = {kind: RULES[rule] for kind, rule in UNet.row_rules.items()}
-CONVERTERS = {**OF_UNET, _Conv: _PadsByHand}
+CONVERTERS = {_Conv: _PadsByHand}
 
 
 def _real_step(manager, model, shape):
@@ -202,7 +201,7 @@ def test_the_least_of_whole_groups():
         (16, 0, 8),
     ]:
         model = nn.Sequential(nn.Conv2d(3, 4, 1), _Windows(size, shift)).double()
-        rules = {_Windows: RULES["row_groups"]}
+        rules = {_Windows: DomainParallelRowGroups}
         report = plan_report(model, (2, 3, 16, 8), 2, custom_converters=rules)
         assert report.problems == (), size
         (level,) = report.levels
@@ -213,7 +212,7 @@ def test_the_least_of_whole_groups():
 
 def test_what_is_computed_again_is_fetched_again():
     config = UNetConfig(channels=[4, 8], blocks=1, groups=2, activation_checkpointing=True)
-    report = plan_report(UNet(config, 3, 2), (1, 3, 24, 8), 3, custom_converters=OF_UNET)
+    report = plan_report(UNet(config, 3, 2), (1, 3, 24, 8), 3)
     assert [level.excess for level in report.levels] == [1.0, 1.0]
     once = sum(sent.bytes for sent in report.forward)
     assert sum(level.sent_bytes for level in report.levels) > 2 * once

@@ -138,10 +138,8 @@ def _example(manager, shape):
     assert validate_sharding_constraints(model, shape[-2] // manager.domain_parallel_size) == []
 
 
-def test_custom_converters(monkeypatch):
+def test_custom_converters():
     on_threads(3, _example, (1, 3, 12, 6))
-    rules = {PeriodicConv2d: "periodic_conv"}
-    monkeypatch.setattr(Periodic, "row_rules", rules, raising=False)
     on_threads(3, assert_same_as_whole_globe, Periodic, (), (2, 3, 18, 6), MODEL)
 
 

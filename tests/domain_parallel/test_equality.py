@@ -44,7 +44,7 @@ class _Wrong(nn.Module):
 
 
 class _Model(nn.Sequential):
-    row_rules = {_Wrong: "keep"}  # noqa: RUF012
+    converters = {_Wrong: lambda module: module}  # noqa: RUF012
 
     def __init__(self, wrong):
         super().__init__(_Wrong(wrong))

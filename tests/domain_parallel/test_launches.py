@@ -20,14 +20,14 @@ from credit_dp.costs.budget import model_and_shape
 from credit_dp.domain_parallel import DomainParallelGroupNorm
 from credit_dp.domain_parallel.band_tensor.tensor import BandTensor
 from credit_dp.domain_parallel.bands import group_norm
-from credit_dp.domain_parallel.build import declared_converters, shard_model
+from credit_dp.domain_parallel.convert import shard_model
 from credit_dp.domain_parallel.count_transport import CountingTransport
 from credit_dp.domain_parallel.decide import plan_report
 from credit_dp.domain_parallel.dry_run import row_layers
 from credit_dp.domain_parallel.manager import DomainParallelManager
 from credit_dp.domain_parallel.planning.trace import launches_kernel, tensor_leaves
 from credit_dp.domain_parallel.recomputation import checkpoint_modules
-from credit_dp.models.unet import LongRangeConv2d, PeriodicConv2d, PeriodicUpsample, UNet
+from credit_dp.models.unet import LongRangeConv2d, PeriodicConv2d, PeriodicUpsample
 from credit_dp.pipeline_parallel.stages import _tensors_of as tensors_of
 from tests.domain_parallel.equality import in_both_ways
 from tests.ranks import cpu_only
@@ -123,12 +123,6 @@ def without_data(x):
     return nn.Parameter(empty, x.requires_grad) if isinstance(x, nn.Parameter) else empty
 
 
-class Layer(nn.Sequential):
-    """A layer by itself, with the rules of a U-Net's layers."""
-
-    row_rules = UNet.row_rules
-
-
 SHAPE = (2, 6, 24, 8)
 # Launches and views of a step of one layer on an interior rank. They may fall, but not rise.
 LAYERS = {
@@ -150,7 +144,7 @@ LAYERS = {
 @cpu_only("launches are counted on fake tensors of a CPU")
 def test_a_layer_launches_no_more():
     for name, (build, launches, views) in LAYERS.items():
-        counted = launches_of_a_step(Layer(build()), SHAPE, 3, 1, needs_grad=True)
+        counted = launches_of_a_step(nn.Sequential(build()), SHAPE, 3, 1, needs_grad=True)
         assert counted.launches.total() <= launches, name
         assert counted.views <= views, name
 
@@ -170,8 +164,7 @@ BASE = [("pangu_base",), ("crossformer_base",)]
 def test_a_model_launches_no_more_and_what_is_planned(name):
     config = Composer("train").compose_config([f"model={name}", *ERA5])
     model, (_, *shape) = model_and_shape(config, 1)
-    converters = declared_converters(model)
-    planned = plan_report(model, (1, *shape), 8, custom_converters=converters).launches
+    planned = plan_report(model, (1, *shape), 8).launches
     counted = launches_of_a_step(model, (1, *shape), 8, 0)
     launches, views = MODELS[name]
     assert planned == counted.launches.total() <= launches
@@ -182,12 +175,11 @@ def test_a_model_launches_no_more_and_what_is_planned(name):
 @pytest.mark.parametrize(("recomputed", "more_copies"), [([], 0), (["0"], 1)])
 def test_the_plan_counts_what_is_launched(recomputed, more_copies):
     """Backward copies a halo that it kept to where the layer that computes again looks for it."""
-    block = Layer(PeriodicConv2d(6, 8), nn.GroupNorm(2, 8))
-    model = Layer(block, PeriodicConv2d(8, 6, stride=2))
+    block = nn.Sequential(PeriodicConv2d(6, 8), nn.GroupNorm(2, 8))
+    model = nn.Sequential(block, PeriodicConv2d(8, 6, stride=2))
     shape = (1, 6, 16, 8)
     counted = launches_of_a_step(model, shape, 2, 0, recomputed=recomputed)
-    converters = declared_converters(model)
-    planned = plan_report(model, shape, 2, custom_converters=converters, recomputed=recomputed)
+    planned = plan_report(model, shape, 2, recomputed=recomputed)
     assert planned.refusal == ""
     assert planned.launches + more_copies == counted.launches.total()
 

@@ -18,7 +18,7 @@ from credit_dp.domain_parallel import (
     shard_tensor,
     sum_gradients,
 )
-from credit_dp.domain_parallel.build import shard_model
+from credit_dp.domain_parallel.convert import shard_model
 from credit_dp.domain_parallel.parameter_check import COMPARED_FORWARDS
 from credit_dp.errors import UserError
 from credit_dp.models.segments import Segment, SegmentedModel

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from credit_dp.domain_parallel import convert_to_domain_parallel, shard_tensor
-from credit_dp.domain_parallel.build import declared_converters, shard_model
 from credit_dp.domain_parallel.decide import plan_report
+from credit_dp.domain_parallel.layers import DomainParallelRowGroups
 from credit_dp.domain_parallel.recomputation import checkpoint_modules, repeated_blocks
 from credit_dp.domain_parallel.transport import ReceivedMessages
 from credit_dp.errors import UserError
@@ -75,8 +75,6 @@ class Branches(nn.Module):
 class Sequence(nn.Module):
     """Two blocks in a list, called with an argument by name."""
 
-    row_rules = {RowGroupAttention: "row_groups"}  # noqa: RUF012
-
     def __init__(self):
         super().__init__()
         self.blocks = nn.ModuleList(Branches() for _ in range(2))
@@ -90,7 +88,8 @@ class Sequence(nn.Module):
 
 def gradients(manager, model, x, paths):
     """Return the gradients of input and parameters, and what was sent and saved."""
-    model = shard_model(copy.deepcopy(model), manager, x.shape)
+    rules = {RowGroupAttention: DomainParallelRowGroups}
+    model = convert_to_domain_parallel(copy.deepcopy(model), manager, -2, rules, x.shape)
     checkpoint_modules(model, paths)
     band = shard_tensor(x, manager=manager).requires_grad_()
     kept = Counter()
@@ -158,9 +157,8 @@ def test_blocks_that_a_model_computes_again_by_itself_send_nothing_twice(name):
     plain, _ = built(name, "false", activation_checkpointing=False)
     assert paths == BY_ITSELF[name]
     shape = (1, FIELDS.inputs, ROWS, 16)
-    rules = declared_converters(model)
-    again = plan_report(model, shape, 3, custom_converters=rules, recomputed=paths)
-    whole = plan_report(plain, shape, 3, custom_converters=rules)
+    again = plan_report(model, shape, 3, recomputed=paths)
+    whole = plan_report(plain, shape, 3)
     assert again.forward == whole.forward
     assert again.backward == whole.backward
     assert max(again.saved_bytes) < max(whole.saved_bytes)

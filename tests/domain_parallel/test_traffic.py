@@ -11,7 +11,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 
 from credit_dp.config import ParallelConfig, UNetConfig
 from credit_dp.config.model import UNET_UPSAMPLING
-from credit_dp.domain_parallel.build import shard_model
+from credit_dp.domain_parallel.convert import shard_model
 from credit_dp.models.unet import MatchRows, PeriodicConv2d, PeriodicUpsample, UNet
 from credit_dp.training.model_parts import wrap_in_ddp
 from tests.domain_parallel.equality import RANDOM_LOCK, THREADS

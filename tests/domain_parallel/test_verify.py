@@ -21,7 +21,6 @@ from credit_dp.domain_parallel import (
     verify_domain_parallel,
 )
 from credit_dp.domain_parallel.layers.base import RowLayer
-from credit_dp.domain_parallel.rules import RULES
 from credit_dp.domain_parallel.thread_ranks import RankError
 from credit_dp.domain_parallel.transport import ThreadTransport, ThreadWorld
 from credit_dp.domain_parallel.verify import join_bands, relative_error
@@ -59,10 +58,7 @@ def _verify(model, ranks=3, shape=SHAPE, **options):
 @pytest.mark.parametrize("ranks", THREADS[:-1])
 def test_the_unet_passes(ranks):
     config = UNetConfig(channels=[4, 8], blocks=1, groups=2)
-    rules = {kind: RULES[rule] for kind, rule in UNet.row_rules.items()}
-    report = verify_domain_parallel(
-        lambda: UNet(config, 3, 2), (2, 3, 13, 8), ranks, custom_converters=rules
-    )
+    report = verify_domain_parallel(lambda: UNet(config, 3, 2), (2, 3, 13, 8), ranks)
     assert report.passed
     assert report.tolerance == 1e-11
     assert 0 < report.worst[1] < 1e-13

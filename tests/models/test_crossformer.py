@@ -11,13 +11,12 @@ from torch import nn
 
 from credit_dp.config.model import CrossFormerConfig
 from credit_dp.domain_parallel import DomainParallelManager, shard_tensor
-from credit_dp.domain_parallel.build import shard_model
+from credit_dp.domain_parallel.convert import shard_model
 from credit_dp.domain_parallel.transport import ThreadTransport, ThreadWorld
 from credit_dp.errors import UserError
 from credit_dp.fields import Fields
 from credit_dp.models import build_model
 from credit_dp.models.crossformer import (
-    CrossFormer,
     CrossScaleEmbedding,
     LongDistanceAttention,
     ShortDistanceAttention,
@@ -111,8 +110,6 @@ def _sent(manager, act):
 
 
 class _Alone(nn.Module):
-    row_rules = CrossFormer.row_rules
-
     def __init__(self, layer, channels=1):
         super().__init__()
         self.layer, self.channels = layer, channels

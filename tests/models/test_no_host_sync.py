@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from credit_dp.cli.compose import Composer
-from credit_dp.domain_parallel.build import shard_model
+from credit_dp.domain_parallel.convert import shard_model
 from credit_dp.fields import Fields
 from credit_dp.models import build_model
 from tests.ranks import on_threads

@@ -10,11 +10,11 @@ import torch
 from omegaconf import OmegaConf
 
 from credit_dp.config.model import PanguConfig
-from credit_dp.domain_parallel.build import shard_model
+from credit_dp.domain_parallel.convert import shard_model
 from credit_dp.errors import UserError
 from credit_dp.fields import Fields
 from credit_dp.models import build_model
-from credit_dp.models.pangu import CubeEmbedding, CubeRecovery, EarthAttention, Pangu, bias_index
+from credit_dp.models.pangu import CubeEmbedding, CubeRecovery, EarthAttention, bias_index
 from credit_dp.models.shifted_windows import WindowBlock, window_columns
 from tests.domain_parallel.equality import MODEL, RANDOM_LOCK, assert_same_as_whole_globe
 from tests.ranks import assert_same_numbers, on_processes, on_threads
@@ -58,8 +58,6 @@ def test_sharded_equals_whole_on_processes():
 
 class _OneLayer(torch.nn.Module):
     """Attention, with the rows of its input in the dimension where a globe's are."""
-
-    row_rules = Pangu.row_rules
 
     def __init__(self, globe, window, shifted):
         super().__init__()

@@ -10,7 +10,6 @@ from credit_dp.config import UNetConfig
 from credit_dp.config.model import MODELS
 from credit_dp.data.setup import prepare_training_data
 from credit_dp.domain_parallel import DomainParallelManager
-from credit_dp.domain_parallel.build import declared_converters
 from credit_dp.domain_parallel.decide import plan_report
 from credit_dp.fields import Fields
 from credit_dp.models import BUILDERS, build_model
@@ -67,9 +66,9 @@ def test_a_level_with_too_few_rows_leaves_layers_out(preset, most):
     config = Composer("train").compose_config([f"model={preset}"]).model
     with torch.device("meta"):
         model = build_model(config, FIELDS, (721, 1440))
-    shape, rules = (1, FIELDS.inputs, 721, 1440), declared_converters(model)
-    assert plan_report(model, shape, most, custom_converters=rules).problems == ()
-    more = plan_report(model, shape, most + 1, custom_converters=rules)
+    shape = (1, FIELDS.inputs, 721, 1440)
+    assert plan_report(model, shape, most).problems == ()
+    more = plan_report(model, shape, most + 1)
     assert f"{most} rows can't be shared by {most + 1} ranks" in more.refusal
 
 
@@ -88,10 +87,10 @@ def test_presets_of_a_billion_parameters_are_planned(preset):
     with torch.device("meta"):
         model = build_model(config, FIELDS, (721, 1440))
     assert 0.9e9 < sum(p.numel() for p in model.parameters()) < 1.25e9
-    shape, rules = (1, FIELDS.inputs, 721, 1440), declared_converters(model)
-    report = plan_report(model, shape, 32, custom_converters=rules, whole_ops="refuse")
+    shape = (1, FIELDS.inputs, 721, 1440)
+    report = plan_report(model, shape, 32, whole_ops="refuse")
     assert report.problems == ()
-    one = plan_report(model, shape, 1, custom_converters=rules)
+    one = plan_report(model, shape, 1)
     assert max(report.saved_bytes) < 2 / 32 * one.saved_bytes[0]
 
 

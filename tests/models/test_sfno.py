@@ -9,7 +9,7 @@ import torch
 from credit_dp.config import SFNOConfig
 from credit_dp.data.grid import Grid, healpix_rows
 from credit_dp.domain_parallel.band_tensor.boundary import attached_domain
-from credit_dp.domain_parallel.build import shard_model
+from credit_dp.domain_parallel.convert import shard_model
 from credit_dp.errors import UserError
 from credit_dp.fields import Fields, GridShape
 from credit_dp.models import build_model

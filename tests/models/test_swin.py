@@ -7,12 +7,12 @@ import torch
 
 from credit_dp.cli.compose import Composer
 from credit_dp.config import SwinConfig
-from credit_dp.domain_parallel.build import declared_converters, shard_model
+from credit_dp.domain_parallel.convert import shard_model
 from credit_dp.domain_parallel.decide import plan_report
 from credit_dp.errors import UserError
 from credit_dp.fields import Fields
 from credit_dp.models import build_model
-from credit_dp.models.swin import CosineAttention, Swin
+from credit_dp.models.swin import CosineAttention
 from tests.domain_parallel.equality import MODEL, RANDOM_LOCK, assert_same_as_whole_globe
 from tests.ranks import on_threads
 from tests.tables import entry
@@ -70,8 +70,6 @@ def test_sharded_equals_whole(ranks, rows, depths):
 
 
 class _OneLayer(torch.nn.Module):
-    row_rules = Swin.row_rules
-
     def __init__(self, shifted):
         super().__init__()
         self.attention = CosineAttention(4, 2, (1, 16, 4), (1, 4, 4), shifted)
@@ -101,9 +99,9 @@ def test_a_step_sends_the_least_for_its_bands():
     config = Composer("train").compose_config(["model=swin"]).model
     with torch.device("meta"):
         model = build_model(config, FIELDS, (64, 128))
-    shape, rules = (1, FIELDS.inputs, 64, 128), declared_converters(model)
+    shape = (1, FIELDS.inputs, 64, 128)
     for ranks in (2, 3):
-        plan = plan_report(model, shape, ranks, custom_converters=rules)
+        plan = plan_report(model, shape, ranks)
         assert not plan.problems
         sent = sum(part.bytes for part in (*plan.forward, *plan.backward))
         assert sent == sum(level.least_bytes for level in plan.levels) > 0

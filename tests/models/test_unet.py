@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 
 from credit_dp.config import UNetConfig
 from credit_dp.domain_parallel import DomainParallelManager
-from credit_dp.domain_parallel.build import shard_model
+from credit_dp.domain_parallel.convert import shard_model
 from credit_dp.domain_parallel.transport import ThreadTransport, ThreadWorld
 from credit_dp.errors import UserError
 from credit_dp.fields import Fields

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from credit_dp.config import UNetConfig
 from credit_dp.config.model import UNET_UPSAMPLING
-from credit_dp.domain_parallel.build import shard_model
+from credit_dp.domain_parallel.convert import shard_model
 from credit_dp.errors import UserError
 from credit_dp.models.blocks import StochasticDepth, draw_stochastic_depths
 from credit_dp.models.unet import (

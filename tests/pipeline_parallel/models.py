@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from credit_dp.domain_parallel import DomainParallelManager, shard_tensor
-from credit_dp.domain_parallel.build import shard_model
+from credit_dp.domain_parallel.convert import shard_model
 from credit_dp.domain_parallel.verify import relative_error
 from credit_dp.fields import Fields
 from credit_dp.models import build_model

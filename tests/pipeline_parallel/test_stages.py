@@ -19,7 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.domain_parallel.band_tensor.tensor import BandTensor
-from credit_dp.domain_parallel.build import shard_model
+from credit_dp.domain_parallel.convert import shard_model
 from credit_dp.domain_parallel.recomputation import SavedTensors
 from credit_dp.domain_parallel.verify import relative_error
 from credit_dp.errors import UserError

@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 
 from credit_dp.config import AdamWConfig, ModelConfig, OptimizerConfig, ParallelConfig
 from credit_dp.domain_parallel import DomainParallelManager
-from credit_dp.domain_parallel.build import shard_model
+from credit_dp.domain_parallel.convert import shard_model
 from credit_dp.fields import Fields
 from credit_dp.models import build_model
 from credit_dp.pipeline_parallel.stages import cut_model

@@ -12,7 +12,6 @@ import torch
 from credit_dp.config import ParallelConfig
 from credit_dp.data.setup import prepare_training_data
 from credit_dp.domain_parallel import plan_report
-from credit_dp.domain_parallel.rules import RULES
 from credit_dp.models import build_model
 from credit_dp.training.throughput import ThroughputMeter, peak_memory
 from tests.ranks import on_processes, on_threads
@@ -46,8 +45,7 @@ def test_a_step_sends_what_is_planned(tmp_path, domain, data):
     fields, grid = prepared.store.channels.fields(), prepared.store.grid
     model = build_model(config.model, fields, grid).double()
     shape = (config.data.batch_size // data, fields.inputs, *grid)
-    rules = {kind: RULES[rule] for kind, rule in type(model).row_rules.items()}
-    plan = plan_report(model, shape, domain, custom_converters=rules)
+    plan = plan_report(model, shape, domain)
     config = replace(config, parallel=ParallelConfig(domain=domain, data=data))
     found = on_processes(domain * data, trained, config, domain=domain)
     sent = [*plan.forward, *plan.backward]

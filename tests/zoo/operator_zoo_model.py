@@ -102,8 +102,6 @@ class Coarse(nn.Module):
 class OperatorZoo(nn.Module):
     """Maps `(B, in_channels, H, W)` to `(B, out_channels, H, W)`."""
 
-    row_rules = {PolePad: "pole_pad"}  # noqa: RUF012
-
     def __init__(self, channels, in_channels, out_channels, grid):
         super().__init__()
         self.stem = nn.Sequential(

@@ -13,7 +13,6 @@ from torch import nn
 
 from credit_dp.domain_parallel import convert_to_domain_parallel, shard_tensor
 from credit_dp.domain_parallel.band_tensor.boundary import attached_domain
-from credit_dp.domain_parallel.build import declared_converters
 from credit_dp.domain_parallel.decide import Wanted, counting_manager, decide_on_globe, plan_report
 from credit_dp.domain_parallel.partition import RowPartition
 from credit_dp.errors import UserError
@@ -242,7 +241,7 @@ def test_presets_send_little_more_than_their_layers(name, most):
     config = Composer("train").compose_config(options)
     config = replace(config, data=replace(config.data, batch_size=1))
     model, shape = model_and_shape(config, 1)
-    layers = plan_report(model, shape, 8, custom_converters=declared_converters(model))
+    layers = plan_report(model, shape, 8)
     assert not layers.on_globe
     wanted = Wanted(limit=None, costs=True)
     on_globe = decide_on_globe(model, counting_manager(8), [shape], wanted, ["compared"])

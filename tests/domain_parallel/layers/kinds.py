@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from torch import nn
 
-from credit_dp.models.unet import LongRangeConv2d, PeriodicConv2d, PeriodicUpsample, UNet
+from credit_dp.models.unet import LongRangeConv2d, PeriodicConv2d, PeriodicUpsample
 
 SHAPE = (2, 6, 26, 8)  # rows that three bands share unevenly
 
@@ -20,12 +20,6 @@ class Branches(nn.Module):
 
     def forward(self, x):
         return self.wide(x) + self.narrow(x)
-
-
-class Layer(nn.Sequential):
-    """A layer by itself, with the rules of a U-Net's layers."""
-
-    row_rules = UNet.row_rules
 
 
 # Convolutions, which small bands compute in another way than large ones.

@@ -24,7 +24,7 @@ from credit_dp.domain_parallel import (
     shard_tensor,
 )
 from credit_dp.domain_parallel.bands import group_norm
-from credit_dp.domain_parallel.build import declared_converters, shard_model
+from credit_dp.domain_parallel.convert import shard_model
 from credit_dp.domain_parallel.decide import plan_report
 from credit_dp.domain_parallel.halo_exchange import CHANNELS_LAST_FORMATS, HaloExchange
 from credit_dp.domain_parallel.layers import (
@@ -51,7 +51,6 @@ from tests.domain_parallel.layers.kinds import (
     SHAPE,
     SOFTMAXES,
     WITHOUT_ROWS,
-    Layer,
 )
 from tests.domain_parallel.models import Moved
 from tests.ranks import DEVICE, PROCESSES, on_processes, on_threads, seeded
@@ -59,7 +58,7 @@ from tests.tables import entry
 from tests.tier_cases import tiers
 
 
-class ChangedInPlace(Layer):
+class ChangedInPlace(nn.Sequential):
     """Changes the output of a layer in place, as torch's layers allow."""
 
     def __init__(self, name):
@@ -180,7 +179,7 @@ def keeps_format(layer, x, copies):
 
 
 def layer_keeps(manager, name):
-    model = Layer(LAYERS[name]()).to(memory_format=torch.channels_last)
+    model = nn.Sequential(LAYERS[name]()).to(memory_format=torch.channels_last)
     sharded = shard_model(model, manager, SHAPE, "refuse", None)
     copies = Copies()
     band = shard_tensor(channels_last(torch.randn(SHAPE)), manager=manager)
@@ -189,7 +188,7 @@ def layer_keeps(manager, name):
     return keeps
 
 
-class InChannelsLast(Layer):
+class InChannelsLast(nn.Sequential):
     """A layer whose input and whose output's gradient are channels last."""
 
     def __init__(self, name):
@@ -213,9 +212,8 @@ def test_these_layers_compute_on_plain_bands():
     """Otherwise the tests of this file would say nothing of them."""
     for name in FORMAT_STAYS:
         with entry(name):
-            model = Layer(LAYERS[name]())
-            rules = declared_converters(model)
-            report = plan_report(model, SHAPE, 3, custom_converters=rules)
+            model = nn.Sequential(LAYERS[name]())
+            report = plan_report(model, SHAPE, 3)
             assert not report.refusal
 
 
@@ -319,7 +317,7 @@ def _penalty(model, x, share=1.0):
 def _penalised(manager, name):
     with RANDOM_LOCK:
         torch.manual_seed(0)
-        whole = Layer(LAYERS[name]()).double()
+        whole = nn.Sequential(LAYERS[name]()).double()
         x = torch.randn(SHAPE, dtype=torch.float64)
         sharded = shard_model(copy.deepcopy(whole), manager, SHAPE, "refuse", None)
     band = shard_tensor(x, manager=manager)

@@ -118,14 +118,8 @@ EDGES = [
 ]
 
 
-class _Model(nn.Sequential):
-    """A model whose table of rules names its layer."""
-
-    row_rules = {PeriodicConv2d: "periodic_conv"}  # noqa: RUF012
-
-
 def _periodic(kernel, stride, edges):
-    return _Model(PeriodicConv2d(2, 3, kernel, stride, *edges))
+    return nn.Sequential(PeriodicConv2d(2, 3, kernel, stride, *edges))
 
 
 @pytest.mark.parametrize("ranks", THREADS)
@@ -164,13 +158,11 @@ class _EvenAndDilated(nn.Module):
 
 
 class _Others(nn.Sequential):
-    row_rules = {_EvenAndDilated: "periodic_conv"}  # noqa: RUF012
+    converters = {_EvenAndDilated: DomainParallelPeriodicConv2d}  # noqa: RUF012
 
 
 class _PerRow(nn.Module):
     """Convolves over levels and longitudes of every row; rows are among the samples."""
-
-    row_rules = {PeriodicConv2d: "periodic_conv"}  # noqa: RUF012
 
     def __init__(self):
         super().__init__()

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from torch import nn
 
 from credit_dp.domain_parallel import convert_to_domain_parallel, gather_tensor, shard_tensor
-from credit_dp.domain_parallel.layers import DomainParallelPolePad
 from credit_dp.models.blocks import POLE_PADDINGS, PolePad
 from tests.domain_parallel.equality import THREADS, assert_same_as_whole_globe
 from tests.domain_parallel.models import Moved
@@ -63,8 +62,6 @@ def test_rows_apart_and_wider_than_two_bands():
 
 
 class _PolePadded(nn.Module):
-    row_rules = {PolePad: "pole_pad"}  # noqa: RUF012
-
     def __init__(self, *args):
         super().__init__()
         self.pad = PolePad(*args)
@@ -91,12 +88,11 @@ def test_pole_pad(ranks, poles, more, columns, longitudes, data):
 
 
 def _converted(manager, x):
-    converters = {PolePad: DomainParallelPolePad}
-    model = convert_to_domain_parallel(PolePad(2, "earth"), manager, custom_converters=converters)
+    model = convert_to_domain_parallel(PolePad(2, "earth"), manager)
     return gather_tensor(model(shard_tensor(x, manager=manager)), manager=manager)
 
 
-def test_pole_pad_as_a_custom_converter():
+def test_a_model_that_is_a_pole_pad():
     x = torch.randn(1, 1, 5, 6)
     for made in on_threads(3, _converted, x):
         assert torch.equal(made, PolePad(2, "earth")(x))

@@ -11,18 +11,16 @@ from hypothesis import strategies as st
 from torch import nn
 
 from credit_dp.bands import balanced_bounds
-from credit_dp.domain_parallel.build import declared_converters, shard_model
+from credit_dp.domain_parallel.convert import convert_to_domain_parallel, shard_model
 from credit_dp.domain_parallel.decide import plan_report
+from credit_dp.domain_parallel.layers import DomainParallelRowGroups
 from credit_dp.domain_parallel.layers.row_groups import assign_groups
 from credit_dp.domain_parallel.partition import RowPartition
-from credit_dp.domain_parallel.rules import RULES
-from credit_dp.errors import UserError
 from credit_dp.models.blocks import StochasticDepth, draw_stochastic_depths
 from credit_dp.models.row_groups import GroupedRows, dilated, windows
 from tests.domain_parallel.equality import THREADS, assert_same_as_whole_globe
 from tests.domain_parallel.models import RowGroupAttention, RowGroupModel
 from tests.ranks import RankError, on_processes, on_threads
-from tests.tables import entry
 from tests.tier_cases import tiers
 
 
@@ -74,7 +72,7 @@ class Loop(GroupedRows):
 
 def _loop():
     model = nn.Sequential(nn.Conv2d(2, 2, 3, padding=1), Loop())
-    model.row_rules = {Loop: "row_groups"}
+    model.converters = {Loop: DomainParallelRowGroups}
     return model
 
 
@@ -107,9 +105,8 @@ def test_no_rank_gets_more_than_its_share(sizes, size, shift):
 def _forward(manager, kind, size, shift, height):
     """Return the bands, this rank's number of groups, and messages and rows sent in a forward."""
     model = nn.Sequential(RowGroupAttention(kind, size, shift, height))
-    model.row_rules = {RowGroupAttention: "row_groups"}
-    shape = (1, 3, height, 2)
-    shard_model(model, manager, shape)
+    rules = {RowGroupAttention: DomainParallelRowGroups}
+    convert_to_domain_parallel(model, manager, -2, rules, input_shape=(1, 3, height, 2))
     traffic = manager.transport.traffic
     before = traffic.messages, traffic.bytes
     with torch.no_grad():
@@ -164,7 +161,6 @@ class Residual(nn.Module):
 def _dropped(manager, rate, numbers):
     """Return whether each sample lost its branch in training on this rank."""
     model = _residual(rate)
-    model.row_rules = {StochasticDepth: "stochastic_depth"}
     shard_model(model, manager, (4, 2, 9, 3))
     model[1].depth.draws = numbers
     x = torch.rand(4, 2, manager.bands[9].sizes[manager.domain_rank], 3)
@@ -193,25 +189,9 @@ def test_draws_for_other_samples_are_refused():
         layer(torch.zeros(3, 2))
 
 
-def test_wrong_rules_are_refused():
-    for kind, rule, message in [
-        (nn.functional.gelu, "row_groups", r"needs types of modules as keys, got <built-in"),
-        (StochasticDepth, "row_group", r"needs one of .*row_groups.* got 'row_group'"),
-    ]:
-        model = nn.Sequential(nn.GELU())
-        model.row_rules = {kind: rule}
-        with entry(rule), pytest.raises(UserError, match=rf"row_rules: {message}"):
-            declared_converters(model)
-
-
 def test_a_plan_drops_nothing():
     model = _residual(0.5)
-    report = plan_report(
-        model,
-        (1, 2, 9, 3),
-        2,
-        custom_converters={StochasticDepth: RULES["stochastic_depth"]},
-    )
+    report = plan_report(model, (1, 2, 9, 3), 2)
     assert (report.problems, report.unplanned) == ((), "")
 
 

@@ -193,10 +193,10 @@ class Periodic(nn.Module):
         x = nn.functional.pad(x, (1, 1, 0, 0), mode="circular")
         return self.conv(nn.functional.pad(x, (0, 0, 1, 1), mode="reflect"))
 
-    row_rules: dict  # set below: its own type
+    converters: dict  # set below: its own type
 
 
-Periodic.row_rules = {Periodic: "periodic_conv"}
+Periodic.converters = {Periodic: DomainParallelPeriodicConv2d}
 
 
 def test_a_users_module_runs_its_inner_layer_sharded():

@@ -457,6 +457,7 @@ def _grids(name: str) -> Sequence[Grid]:
 
 def contestants(manager: DomainParallelManager, name: str) -> Contestants:
     """Return a forward and backward of a model of `HOT` on each of its grids, by rows."""
+    torch.manual_seed(0)  # all ranks have the same model
     return {str(grid[0]): _step(manager, HOT[name](grid), (1, 3, *grid)) for grid in _grids(name)}
 
 

@@ -393,6 +393,11 @@ def backward_pass() -> int:
     return torch._C._current_graph_task_id()
 
 
+def are_saved_tensors_seen() -> bool:
+    """Return whether `torch.autograd.graph.saved_tensors_hooks` see what is saved for backward."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
 def at_end_of_backward(function: Callable[[], None]) -> None:
     """Call a function when the backward pass ends that this thread runs; if it fails, drop it."""
     torch.autograd.Variable._execution_engine.queue_callback(function)

@@ -40,6 +40,7 @@ from credit_dp.torch_private import (
     UnsupportedOperatorException,
     all_modules,
     apply_to_tensors,
+    are_saved_tensors_seen,
     at_end_of_backward,
     backward_pass,
     buffers_of,
@@ -211,6 +212,12 @@ def test_forward_gradients_would_not_pass_a_layer_in_one_node():
     assert not is_forward_gradient_active()
     with torch.autograd.forward_ad.dual_level():
         assert is_forward_gradient_active()
+
+
+def test_a_checkpoint_would_not_find_what_it_saved():
+    assert not are_saved_tensors_seen()
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
+        assert are_saved_tensors_seen()
 
 
 def test_a_plan_would_take_values_for_shapes():

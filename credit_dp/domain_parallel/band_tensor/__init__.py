@@ -13,7 +13,7 @@
 | `convolutions`, `pooling` | operators with halos |
 | `interpolation` | interpolation, adaptive averages, pixel shuffles, samples of grids |
 | `reductions`, `norms`, `losses` | operators with moments and sums of the whole globe |
-| `fused` | layers of torch in one node of autograd |
+| `fused` | linear layers and norms in one node of autograd |
 | `products`, `attention`, `spectral`, `recurrent` | operators that mix rows with each other |
 | `padding` | padding, rolls, flips and windows of rows |
 | `gradients` | gradients in parts, and in the bands of the forward |

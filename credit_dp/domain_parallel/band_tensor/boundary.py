@@ -50,7 +50,6 @@ from credit_dp.domain_parallel.band_tensor import (  # noqa: F401
     values,
     views,
 )
-from credit_dp.domain_parallel.band_tensor.fused import fuse, unfuse
 from credit_dp.domain_parallel.band_tensor.moving import is_held_by, whole, with_rows
 from credit_dp.domain_parallel.band_tensor.parameters import (
     EnteredTensors,
@@ -710,7 +709,6 @@ def attach_domain(
         if _has_hook(path, module):
             # After those of FSDP2, whenever these are registered: they come first.
             module.register_forward_pre_hook(enter_module)
-        fuse(module)
     for parameter in model.parameters():
         add_hook(parameter)  # before those of users
     model.__dict__[DOMAIN_ATTRIBUTE] = domain
@@ -733,7 +731,6 @@ def detach_domain(model: nn.Module) -> None:
     for path, module in model.named_modules():
         if _has_hook(path, module):  # one for each model with a domain that has the module
             remove_hooks(module, lambda hook: hook is enter_module, at_most=1)
-        unfuse(module)
 
 
 def _has_hook(path: str, module: nn.Module) -> bool:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from credit_dp.domain_parallel.band_tensor.fused import FUNCTIONS
 from credit_dp.domain_parallel.band_tensor.moving import compute_again, cut, refresh, whole
 from credit_dp.domain_parallel.band_tensor.strides import describe
 from credit_dp.domain_parallel.band_tensor.tensor import (
@@ -100,7 +101,8 @@ class OpenTensors(TorchFunctionMode):
             # torch would let a tensor take memory that a tensor of the globe does not have.
             keep_whole(args[1])
             return func(args[0], whole(args[1]))
-        result = func(*args, **(kwargs or {}))
+        function = FUNCTIONS.get(func, func)
+        result = function(*args, **(kwargs or {}))
         is_new = func in CREATORS and not (kwargs and kwargs.get("out") is not None)
         if is_new and type(result) in (Tensor, FakeTensor):
             caller = sys._getframe(1).f_globals.get("__name__", "")

@@ -1,19 +1,18 @@
-"""Layers of torch that are computed on bands in one node of autograd.
+"""Functions of torch that are computed on bands in one node of autograd.
 
 torch computes a linear layer by several operators, forward and backward, and each costs time of
-Python. Where every row is computed by itself, layers call torch's kernels for the whole layer
-instead. In any other case they call torch's function, which the rules of its operators compute.
+Python. Where every row is computed by itself, torch's kernels compute the whole layer instead. In
+any other case the rules of the function's operators do.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from credit_dp.domain_parallel.band_tensor.moving import refresh
 from credit_dp.domain_parallel.band_tensor.strides import (
@@ -31,6 +30,7 @@ from credit_dp.domain_parallel.band_tensor.tensor import (
 )
 from credit_dp.domain_parallel.transport import keeps_messages
 from credit_dp.torch_private import (
+    are_saved_tensors_seen,
     disable_torch_function,
     is_dispatch_mode_active,
     is_forward_gradient_active,
@@ -47,6 +47,8 @@ class Layer(NamedTuple):
     Attributes:
         function: torch's, of the field, parameters and settings.
         operator: that says which strides the result has.
+        arguments: returns those of the operator, from those of the function.
+        saves_field: whether backward needs the field, too, if the weight is frozen.
         forward: returns the local result, and what backward needs beside the arguments.
         backward: returns the local gradients of the field, weight and bias; it gets the gradient,
             the field, weight, bias, settings, what `forward` has kept, and which are needed.
@@ -54,6 +56,8 @@ class Layer(NamedTuple):
 
     function: Callable[..., Tensor]
     operator: Any
+    arguments: Callable[..., tuple[Any, ...]]
+    saves_field: bool
     forward: Callable[..., tuple[Tensor, tuple[Tensor, ...]]]
     backward: Callable[..., Sequence[Tensor | None]]
 
@@ -104,10 +108,11 @@ _results: dict[Any, Described] = {}
 def _run(
     layer: Layer, x: BandTensor, weight: Any, bias: Any, settings: tuple[Any, ...]
 ) -> tuple[BandTensor, tuple[Tensor, ...]]:
-    key = (layer, describe(x), weight.shape, weight.dtype, bias is None)
+    of_weight = None if weight is None else (weight.shape, weight.dtype)
+    key = (layer, describe(x), of_weight, bias is None, settings)
     like = _results.get(key)
     if like is None:
-        likes = result_strides(layer.operator, (x, weight, bias), {})
+        likes = result_strides(layer.operator, layer.arguments(x, weight, bias, *settings), {})
         assert likes is not None
         like = _results[key] = likes[0]
     local, kept = layer.forward(x.local, weight, bias, settings)
@@ -166,18 +171,19 @@ def call(layer: Layer, x: Any, weight: Any, bias: Any, settings: tuple[Any, ...]
                 needs = [p is not None and p.requires_grad for p in (x, weight, bias)]
                 if not torch.is_grad_enabled() or not any(needs):
                     return _run(layer, x, weight, bias, settings)[0]
-                # Of a frozen layer torch saves no field, so that it may be written to.
-                if needs[1]:
+                # A field that torch does not save may be written to.
+                if needs[1] or layer.saves_field:
                     return OnRows.apply(layer, x, weight, bias, settings)  # type: ignore[no-untyped-call]
     return layer.function(x, weight, bias, *settings)
 
 
 def _is_observed(x: Tensor) -> bool:
-    """Return whether something has to see torch's own operators."""
+    """Return whether something has to see torch's own operators, or what these save."""
     return (
         is_transform_active()
         or is_dispatch_mode_active()
         or is_forward_gradient_active()
+        or are_saved_tensors_seen()
         or torch.is_autocast_enabled(x.device.type)
     )
 
@@ -210,28 +216,65 @@ def _linear_backward(
     return [of_x, of_weight, rows.sum(0) if needs[2] else None]
 
 
-LINEAR = Layer(F.linear, aten.linear.default, _linear, _linear_backward)
+LINEAR = Layer(F.linear, aten.linear.default, lambda *args: args, False, _linear, _linear_backward)
 
 
-def linear(module: nn.Linear, input: Any) -> Any:  # torch's name
-    """Compute a linear layer: its forward."""
-    return call(LINEAR, input, module.weight, module.bias, (), 1)
+def linear(input: Any, weight: Any, bias: Any = None) -> Any:
+    """Compute `F.linear`."""
+    return call(LINEAR, input, weight, bias, (), 1)
 
 
-FORWARDS: dict[Any, Callable[[Any, Any], Any]] = {nn.Linear.forward: linear}
+# ---------------------------------------------------------------- norms of the last dimensions
 
 
-def fuse(module: nn.Module) -> None:
-    """Let a layer of torch compute bands in one node, if it is one of these."""
-    if isinstance(module, torch.jit.ScriptModule):
-        return
-    forward = FORWARDS.get(type(module).forward)
-    if forward is not None and "forward" not in module.__dict__:
-        module.__dict__["forward"] = partial(forward, module)
+def _norm_arguments(x: Any, weight: Any, bias: Any, shape: Any, eps: float) -> tuple[Any, ...]:
+    return x, list(shape), weight, bias, eps
 
 
-def unfuse(module: nn.Module) -> None:
-    """Undo `fuse`."""
-    forward = module.__dict__.get("forward")
-    if isinstance(forward, partial) and forward.func in FORWARDS.values():
-        del module.__dict__["forward"]
+def _norm(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, settings: Any
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    shape, eps = settings
+    y, *moments = torch.native_layer_norm(x, shape, weight, bias, eps)
+    return y, tuple(moments)
+
+
+def _norm_backward(
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    settings: Any,
+    kept: Any,
+    needs: Sequence[bool],
+) -> Sequence[Tensor | None]:
+    shape, _ = settings
+    found: Sequence[Tensor | None] = aten.native_layer_norm_backward.default(
+        grad.contiguous(), x, shape, *kept, weight, bias, list(needs)
+    )
+    return found
+
+
+LAYER_NORM = Layer(
+    lambda x, weight, bias, shape, eps: F.layer_norm(x, shape, weight, bias, eps),
+    aten.native_layer_norm.default,
+    _norm_arguments,
+    True,
+    _norm,
+    _norm_backward,
+)
+
+
+def layer_norm(
+    input: Any,
+    normalized_shape: Sequence[int],
+    weight: Any = None,
+    bias: Any = None,
+    eps: float = 1e-5,
+) -> Any:
+    """Compute `F.layer_norm`."""
+    shape = tuple(normalized_shape)
+    return call(LAYER_NORM, input, weight, bias, (shape, eps), len(shape))
+
+
+FUNCTIONS = {F.linear: linear, F.layer_norm: layer_norm}

@@ -49,6 +49,7 @@ from credit_dp.domain_parallel.bands.indices import (
     source_bounds,
     taken_bounds,
 )
+from credit_dp.torch_private import backward_pass
 
 aten = torch.ops.aten
 Indices = list[Any]  # for each dimension a tensor, or None for all entries
@@ -470,6 +471,8 @@ def band_to_put(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Band | None:
     (dim,) = where.dims
     size, domain = x.shape[dim], x.domain
     entries = numbers_from_0(known(indices[dim], domain, size), size).cpu().flatten()
+    if backward_pass() >= 0 and domain.rows_read(index_key(entries, size)) is None:
+        return None  # the gradient of a table that all ranks have: a sum of parts
     _, band = flat_values(values, where)
     return band_of_rows(entries, band, at(band, dim, x.ndim), size, domain)
 

@@ -45,6 +45,14 @@ def test_rows_are_sent_once(ranks: int) -> None:
                 assert messages in (None, found[1])
 
 
+def test_the_gradient_of_a_table_is_not_sent() -> None:
+    """A row of it is read for several latitudes: the table's gradient stays a sum of parts."""
+    rows = torch.arange(ROWS) % 16
+    assert sent_by_all(lambda m, x: x + m.rows[rows], 3) == [[0, 0], [0, 0]]
+    # That of a field has its bands: two ranks send what they have of the 16 rows of the first one.
+    assert sent_by_all(lambda m, x: x[:, :, rows], 3) == [[32, 2], [32, 2]]
+
+
 @pytest.mark.parametrize(
     ("dilations", "rows"),
     [

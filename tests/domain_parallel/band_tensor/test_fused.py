@@ -81,7 +81,7 @@ class _OneLayer(nn.Module):
     def forward(self, x):
         y = self.layer(x)
         for node in (y.grad_fn, self.norm(y).grad_fn):
-            self.nodes.append(None if node is None else node.name())
+            self.nodes.append(None if node is None else type(node).__name__)
         with torch.autocast("cpu", torch.bfloat16):
             assert self.layer(x).dtype == torch.bfloat16
         return y

@@ -147,17 +147,17 @@ def limits_cost(manager: DomainParallelManager, config: DataConfig, grid: tuple[
             began = time.perf_counter()
             next(loaders[0])
             between = time.perf_counter()
-            with patch("credit_dp.data.store.extremes_of_block", only_finite):
+            with patch("credit_dp.data.store.extremes", only_finite):
                 next(loaders[1])
             found.append((between - began) / (time.perf_counter() - between))
     return median(found)
 
 
 def only_finite(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Check for missing values only; replaces `extremes_of_block`."""
+    """Check for missing values only; replaces `extremes`."""
     if not all_finite(values):
         raise ValueError("the benchmark's fields have all values")
-    return (np.zeros(len(values), np.float32),) * 2
+    return (np.zeros(values.shape[:2], np.float32),) * 2
 
 
 def raw_ways(path: Path, shape: tuple[int, ...], rows: slice) -> dict[str, Callable[[int], object]]:

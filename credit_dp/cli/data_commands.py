@@ -360,7 +360,7 @@ ranks read fastest: all variables in one array, chunked by latitude, with a chec
   domains=[1,2,4,8]   values of parallel.domain whose bands the chunks should fit
   grid=121x240        regrid to this many rows and columns
   regrid=conservative how: conservative or bilinear
-  codec=auto          none, lz4, zstd, zstd3 or zstd-plain; auto: the one that is read fastest here
+  codec=zstd          zstd, lz4 or none: lossless compression
   workers=4           processes on this machine
   scheduler=tcp://HOST:PORT   use the workers of a distributed dask scheduler instead
   overwrite=false     true: replace an existing prepared store
@@ -377,7 +377,7 @@ PREPARE_KEYS: Mapping[str, Any] = {
     "out": "",
     "dates": None,
     "domains": [1, 2, 4, 8],
-    "codec": "auto",
+    "codec": "zstd",
     "workers": 0,
     "scheduler": "",
     "overwrite": False,
@@ -412,7 +412,7 @@ def _run_preparation(job: "RechunkJob", config: DataConfig) -> None:
     screen = Screen(Console(file=sys.stdout))
     estimate = job.estimate()
     screen.show(describe_preparation(job, estimate))
-    job.begin(estimate.codec)
+    job.begin()
     times = job.selected.shape[0]
     written = 0
     with screen.bar("preparing", times) as bar:
@@ -463,28 +463,14 @@ def training_keys(job: "RechunkJob", config: DataConfig) -> list[str]:
 
 
 def describe_preparation(job: "RechunkJob", estimate: "RechunkEstimate") -> str:
-    """Return what will be copied, what it takes, and how each codec performs."""
+    """Return what will be copied, and what it takes."""
     selected = job.selected
     times, channels, height, columns = selected.shape
-    rows = [
-        (
-            codec.name,
-            f"{codec.ratio:.2f}",
-            f"{1e-6 / codec.encode:.0f}",
-            f"{1e-6 / codec.decode:.0f}",
-            f"{1e-6 / codec.read:.0f}",
-        )
-        for codec in estimate.codecs.values()
-    ]
-    headings = ("codec", "ratio", "encode MB/s", "decode MB/s", "disk and decode MB/s")
     lines = [
         f"{selected.metadata.origin}: {counted(times, 'time')} "
         f"({' to '.join(selected.calendar.short_text(x) for x in selected.times[[0, -1]])}), "
         f"{counted(channels, 'field')}, {height} x {columns}",
-        f"the disk reads {format_bytes(estimate.disk_bandwidth)} per second",
-        *format_table(headings, rows, left=1),
-        "ratio: size before compression over the size after",
-        f"chosen: codec {estimate.codec}, {counted(job.chunk_rows, 'row')} in a chunk: "
+        f"codec {job.codec}, {counted(job.chunk_rows, 'row')} in a chunk: "
         f"{format_bytes(estimate.raw_bytes)} become about {format_bytes(estimate.stored_bytes)}, "
         f"in about {format_duration(estimate.hours)}",
     ]

@@ -285,14 +285,6 @@ def extremes(fields: FieldArray) -> tuple[FieldArray, FieldArray]:
     return lowest.reshape(shape), highest.reshape(shape)
 
 
-def extremes_of_block(values: FieldArray) -> tuple[FieldArray, FieldArray]:
-    """Return the smallest and the largest value of each channel of `(c, n, r, W)`: `(c,)` each.
-
-    They are NaN for a channel with a NaN.
-    """
-    return values.min(axis=(1, 2, 3)), values.max(axis=(1, 2, 3))
-
-
 @final
 class ValueLimits:
     """The value ranges of a source's channels, and checks against them.

@@ -3,11 +3,6 @@
 `Loader` hands out a `Batch` at a time. For each batch of its `SampleSequence` it allocates tensors
 and submits one task per sample to a `ReaderThreadPool`. In a task, `BatchReader` reads the fields
 from the store and `Normaliser` writes them, normalised, into the batch.
-
-If the source can (`Source.block_reader`), a sample is read block by block: each block fits the
-processor's cache, in which its checksum is computed, its values are checked and normalised
-into the batch, before the next one is read. Whole fields would have to move through main
-memory once for each of these steps.
 """
 
 import logging
@@ -17,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, fields, replace
-from functools import cache, partial
+from functools import partial
 from itertools import pairwise, starmap
 from queue import SimpleQueue
 from typing import Any, NamedTuple, Self, TypeVar, final
@@ -43,7 +38,6 @@ from credit_dp.data.sampling import (
 )
 from credit_dp.data.setup import TrainingData
 from credit_dp.data.sources.shared import ChunkExchange, SharedSource
-from credit_dp.data.sources.source import BlockConsumer
 from credit_dp.data.store import Store
 from credit_dp.errors import counted
 from credit_dp.process import complete
@@ -441,7 +435,6 @@ class BatchReader:
         self._stored = [i for i, name in enumerate(names) if name not in COMPUTED_FORCINGS]
         # Whether a chunk may hold several times of a sample.
         self._times_share_chunks = store.source.chunk_shape(store.channels.prognostic[0])[0] > 1
-        self._block_reader = cache(lambda channels: store.block_reader(channels, rows))
 
     def allocate(self, times: Times, length: int = 1) -> Batch:
         """Return an uninitialised batch for samples of `length` steps, without static fields."""
@@ -479,30 +472,16 @@ class BatchReader:
         if self._store.stored_forcing and self._selection.inputs:
             # The forcing of a step is that of the time before it.
             forcings = dict(enumerate(forcing.tensor_split(length), start=frames - 1))
-        reads = self._reads(fields, forcings)
-        # If a block is refused, whole fields are read, too: that raises the error.
-        if not self._read_blocks(reads, times):
-            for read in reads:
-                values = self._store.read_channels(read.channels, times[read.times], self._rows)
-                for of_time, write in zip(values, read.writers, strict=True):
-                    write(slice(0, len(read.channels)), slice(None), of_time[:, None])
+        for read in self._reads(fields, forcings):
+            values = self._store.read_channels(read.channels, times[read.times], self._rows)
+            for of_time, write in zip(values, read.writers, strict=True):
+                write(of_time)
         for i, name in enumerate(names if self._selection.inputs else ()):
             if name in COMPUTED_FORCINGS:
                 steps = times[frames - 1 : -1]
                 computed = self._store.computed_forcing(name, steps, self._rows)
                 out = forcing[i :: len(names), None]
                 self._normaliser.forcing.normalise(computed[:, None], out, i)
-
-    def _read_blocks(self, reads: Sequence["_Read"], times: Times) -> bool:
-        """Read block by block, if the store can be read like this, without an error."""
-        readers = [self._block_reader(read.channels) for read in reads]
-        for read, reader in zip(reads, readers, strict=True):
-            if reader is None or None in readers:
-                return False
-            indices = self._store.time_indices(times[read.times]).tolist()
-            if not all(map(reader, indices, read.writers)):
-                return False
-        return True
 
     def _reads(self, fields: Sequence[Tensor], forcings: Mapping[int, Tensor]) -> list["_Read"]:
         """Return what to read for a sample.
@@ -540,29 +519,22 @@ class BatchReader:
         fields: Tensor,
         forcing: Tensor,
         num_outputs: int,
-        channels: slice,
-        rows: slice,
         values: FieldArray,
     ) -> None:
-        """Normalise values of a time, which it overwrites, into the tensors of a sample.
+        """Normalise the fields of a time into the tensors of a sample.
 
         Args:
             fields: `(C, h, W)`, of the first output channels.
             forcing: `(F, h, W)`.
             num_outputs: how many channels that are read are outputs; stored forcings follow them.
-            channels, rows: positions of the values among the channels that are read, and in the
-                band.
-            values: `(c, n, r, W)`, in n groups of r rows.
+            values: `(c, h, W)`.
         """
-        first = channels.start
-        stop = min(channels.stop, num_outputs, len(fields))
-        if first < stop:
-            outputs = values[: stop - first]
-            self._normaliser.outputs.normalise_block(outputs, first, fields[first:stop, rows])
-        for position in range(max(first, num_outputs), channels.stop):
+        count = min(num_outputs, len(fields))
+        if count:
+            self._normaliser.outputs.normalise(values[:count], fields[:count])
+        for position in range(num_outputs, len(values)):
             i = self._stored[position - num_outputs]
-            value = values[position - first : position - first + 1]
-            self._normaliser.forcing.normalise_block(value, i, forcing[i : i + 1, rows])
+            self._normaliser.forcing.normalise(values[position][None], forcing[i : i + 1], i)
 
     def read_static(self) -> Tensor:
         """Read the static fields, `(1, S, h, W)`; without channels if no inputs are selected."""
@@ -582,7 +554,7 @@ class _Read(NamedTuple):
 
     times: slice
     channels: tuple[Channel, ...]
-    writers: Sequence[BlockConsumer]
+    writers: Sequence[Callable[[FieldArray], None]]
 
 
 @final

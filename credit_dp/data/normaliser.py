@@ -97,7 +97,6 @@ class ChannelScaler:
         self.shift = self.column(columns[:, 0])
         self.scale = self.column(columns[:, 1])
         self._divisors = columns[:, 1]  # the scale in float64
-        self._columns = self.shift[..., None], self.scale[..., None]  # of blocks
         self.means = self.column((statistics.mean - columns[:, 0]) / columns[:, 1])
         exact = {
             channel: QuantileMap(statistics.quantiles[channel])
@@ -157,24 +156,6 @@ class ChannelScaler:
             out[..., position, :, :] = transformed.sub_(shift[position]).div_(scale[position])
         self._fill(out, channels)
         return out
-
-    def normalise_block(self, fields: NDArray[np.float32], first: int, out: Tensor) -> None:
-        """Normalise CPU fields that may be overwritten.
-
-        Args:
-            fields: `(c, n, r, W)`, in n groups of r rows.
-            first: the number of their first channel.
-            out: the tensor to write to, `(c, n * r, W)`.
-        """
-        channels = slice(first, first + len(fields))
-        if self._dtype != torch.float32 or _indices_within(channels, self._transformed):
-            self.normalise(fields.reshape(out.shape), out, first)
-            return
-        shift, scale = (column[channels] for column in self._columns)
-        # The output is written once, from values that are in the cache.
-        shifted = _tensor(fields).sub_(shift)
-        torch.div(shifted, scale, out=out.view(fields.shape))
-        self._fill(out, channels)
 
     def _fill(self, values: Tensor, channels: slice) -> None:
         """Replace NaN in normalised channels, `(..., c, h, W)`."""

@@ -6,10 +6,9 @@ missing (`find_missing`) and within its range (`credit_dp.data.limits`).
 
 import hashlib
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
-from functools import partial
 from typing import final
 
 import numpy as np
@@ -28,12 +27,11 @@ from credit_dp.data.limits import (
     ValueRange,
     check_limit_keys,
     extremes,
-    extremes_of_block,
 )
 from credit_dp.data.sampling import evenly_spaced_indices
 from credit_dp.data.selection import StepReader, select_channels, without_absent_statics
 from credit_dp.data.sources.opening import open_source
-from credit_dp.data.sources.source import BlockConsumer, BlockReader, Source
+from credit_dp.data.sources.source import Source
 from credit_dp.data.units import check_units, converted_unit, usual_unit
 from credit_dp.data.winds import lies_along_grid
 from credit_dp.errors import UserError, counted
@@ -42,7 +40,6 @@ logger = logging.getLogger(__name__)
 
 ValidMask = NDArray[np.bool_]  # (rows, W), True where there are values
 Masks = Mapping[Channel, ValidMask]  # of the globe, (H, W)
-ReadBlocks = Callable[[int, BlockConsumer], bool]
 
 
 BLOCK_BYTES = 8 * 2**20  # fields read at once in a pass; more would not fit the processor's cache
@@ -297,62 +294,6 @@ class Store:
                         "static field is read once. Choose one member with data.member, or leave "
                         f"{name} out of data.static."
                     )
-
-    def block_reader(self, channels: Sequence[Channel], rows: slice) -> "ReadBlocks | None":
-        """Return a function that reads channels that change in time block by block.
-
-        Several threads may call it at once. It gets the index of a time, and a function that it
-        calls with every block of converted values, and returns False if a file can't be read, or if
-        a value is missing or out of range. What was passed on must not be used then; the other
-        methods raise the error.
-
-        Returns:
-            None if a channel is summed over the step, or the source has no reader of blocks.
-        """
-        if any(channel.variable in self._step_reader.summed for channel in channels):
-            return None
-        band = self._bounded_rows(rows)
-        reader = self.source.block_reader(channels, band)
-        if reader is None:
-            return None
-        return partial(self._read_blocks, reader, channels, self.limits.bounds(channels), band)
-
-    def _read_blocks(
-        self,
-        reader: BlockReader,
-        channels: Sequence[Channel],
-        bounds: NDArray[np.float64],
-        band: slice,
-        index: int,
-        consume: BlockConsumer,
-    ) -> bool:
-        """Pass on all values of a time; see `block_reader`."""
-        lowest = np.full(len(channels), np.inf, np.float32)
-        highest = -lowest
-        masks = {c: self.masks[c][band] for c in channels if c in self.masks}
-        filled = [position for position, channel in enumerate(channels) if channel in masks]
-
-        def check(span: slice, rows: slice, values: FieldArray) -> None:
-            self._step_reader.convert(channels[span], values[None])
-            ends = extremes_of_block(values)
-            for position in filled:
-                if span.start <= position < span.stop:
-                    number = position - span.start
-                    valid = masks[channels[position]][rows].reshape(values.shape[1:])
-                    np.copyto(values[number], np.nan, where=~valid)
-                    inside = values[number][valid]
-                    ends[0][number] = inside.min(initial=np.inf)
-                    ends[1][number] = inside.max(initial=-np.inf)
-            np.minimum(lowest[span], ends[0], out=lowest[span])
-            np.maximum(highest[span], ends[1], out=highest[span])
-            consume(span, rows, values)
-
-        # The values of a damaged chunk are passed on before its checksum is known.
-        with np.errstate(all="ignore"):
-            if not reader.read(self._step_reader.source_index(index), check):
-                return False
-        # NaN, for a missing value, is neither above nor below anything.
-        return bool((lowest >= bounds[0]).all() and (highest <= bounds[1]).all())
 
     def computed_forcing(self, name: str, times: Times, rows: slice) -> FieldArray:
         """Compute a forcing that is not read, `(T, rows, W)`."""

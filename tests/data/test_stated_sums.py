@@ -165,7 +165,7 @@ def test_a_prepared_store_says_what_its_sums_are(tmp_path, caplog):
     selection = FieldSelection(config(tmp_path / "rain.zarr"))
     job = RechunkJob(RechunkRequest(selection, str(tmp_path / "prepared.zarr"), (1, 2), "none"))
     with job.locked():
-        job.begin("none")
+        job.begin()
         job.write_missing(lambda count: None)
         job.finish()
     caplog.set_level(logging.INFO)

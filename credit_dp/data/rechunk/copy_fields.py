@@ -21,20 +21,11 @@ import numpy as np
 import zarr
 
 from credit_dp.bands import rows_touched
-from credit_dp.checks import expand_home
+from credit_dp.checks import expand_home, one_of
 from credit_dp.data.cache import fingerprint, lock_output
 from credit_dp.data.grid import FieldArray
 from credit_dp.data.rechunk.field_selection import FieldSelection, SelectedFields
-from credit_dp.data.rechunk.target import (
-    AUTO,
-    CODECS,
-    CodecMeasurement,
-    RechunkTarget,
-    check_codec,
-    choose_codec,
-    measure_codecs,
-    measure_disk_bandwidth,
-)
+from credit_dp.data.rechunk.target import CODECS, RechunkTarget, stored_size
 from credit_dp.data.streaming import connect_to_scheduler
 from credit_dp.errors import UserError
 from credit_dp.random_streams import random_stream
@@ -79,7 +70,7 @@ class RechunkRequest:
         selection: the fields to copy.
         out: path of the prepared store.
         domains: numbers of ranks whose bands the chunks should fit.
-        codec: `auto` or a key of `CODECS`.
+        codec: a key of `CODECS`.
         overwrite: whether a prepared store at `out` may be replaced.
         workers: who writes.
     """
@@ -87,7 +78,7 @@ class RechunkRequest:
     selection: FieldSelection
     out: str
     domains: tuple[object, ...] = (1, 2, 4, 8)
-    codec: str = AUTO
+    codec: str = "zstd"
     overwrite: bool = False
     workers: WorkerConfig = ONE_PROCESS
 
@@ -98,17 +89,11 @@ class RechunkEstimate:
     """The estimated costs of a job.
 
     Attributes:
-        codecs: measurements of all codecs that were tried, by name.
-        disk_bandwidth: bytes per second.
-        codec: the name of the chosen codec.
         raw_bytes, stored_bytes: of all fields, before and after compression.
         remaining_bytes: still to be written.
         hours: of work, with all workers busy.
     """
 
-    codecs: Mapping[str, CodecMeasurement]
-    disk_bandwidth: float
-    codec: str
     raw_bytes: float
     stored_bytes: float
     remaining_bytes: float
@@ -127,7 +112,7 @@ class RechunkJob:
 
     def __init__(self, request: RechunkRequest) -> None:
         request.selection.check()
-        check_codec(request.codec)
+        one_of("codec", request.codec, tuple(CODECS))
         if request.workers.count < 1:
             raise UserError(
                 f"workers: needs 1 or more, got {request.workers.count}. Change workers."
@@ -167,6 +152,11 @@ class RechunkJob:
             yield
 
     @property
+    def codec(self) -> str:
+        """Return the name of what compresses chunks."""
+        return self._request.codec
+
+    @property
     def resumed(self) -> bool:
         """Whether a partial store is continued."""
         return self._previous_settings is not None
@@ -177,7 +167,7 @@ class RechunkJob:
         return self.selected.shape[0] - len(self._missing()) if self.resumed else 0
 
     def estimate(self) -> RechunkEstimate:
-        """Read a block of times and measure how fast each codec compresses and reads it.
+        """Read a block of times, and compress one of them.
 
         Raises:
             UserError: the store would not fit on the disk.
@@ -191,41 +181,33 @@ class RechunkJob:
         start = time.perf_counter()
         fields = self.selected.fields(*block)
         read_seconds = (time.perf_counter() - start) / len(fields)
-        bandwidth = measure_disk_bandwidth(self.target.out.parent)
-        codecs = measure_codecs(
-            fields[len(fields) // 2], self.chunk_rows, self._codecs(), bandwidth
-        )
-        best = choose_codec(codecs)
-        time_bytes = fields[0].nbytes
+        start = time.perf_counter()
+        stored = stored_size(fields[len(fields) // 2], self.chunk_rows, self._request.codec)
+        seconds = read_seconds + time.perf_counter() - start
+        times, remaining = self.selected.shape[0], len(self._missing())
         # All workers read and compress; the disk is assumed to keep up.
-        seconds = len(self._missing()) * (read_seconds + time_bytes * best.encode) / self._workers
-        raw_bytes = time_bytes * self.selected.shape[0]
-        remaining_bytes = time_bytes * len(self._missing()) / best.ratio
-        stored_bytes = raw_bytes / best.ratio
         estimate = RechunkEstimate(
-            codecs=codecs,
-            disk_bandwidth=bandwidth,
-            codec=best.name,
-            raw_bytes=raw_bytes,
-            stored_bytes=stored_bytes,
-            remaining_bytes=remaining_bytes,
-            hours=seconds / 3600,
+            raw_bytes=fields[0].nbytes * times,
+            stored_bytes=stored * times,
+            remaining_bytes=stored * remaining,
+            hours=remaining * seconds / self._workers / 3600,
         )
         self._check_space(estimate)
         return estimate
 
-    def begin(self, codec: str) -> None:
-        """Start a partial store with this codec, or clean up the one that is continued.
+    def begin(self) -> None:
+        """Start a partial store, or clean up the one that is continued.
 
         Raises:
             UserError: it can't be written.
         """
-        settings = {**self._settings, CODEC: codec}
         try:
             if self.resumed:
                 self.target.resume()
             else:
-                self.target.begin(self.selected, self.chunk_rows, codec, settings)
+                self.target.begin(
+                    self.selected, self.chunk_rows, self._request.codec, self._settings
+                )
         except OSError as error:
             raise UserError(disk_error_message(error, str(self.target.out))) from error
 
@@ -261,19 +243,11 @@ class RechunkJob:
     def _missing(self) -> list[int]:
         return self.target.missing(0, self.selected.shape[0])
 
-    def _codecs(self) -> list[str]:
-        if self._previous_settings is not None:
-            return [str(self._previous_settings[CODEC])]
-        return list(CODECS) if self._request.codec == AUTO else [self._request.codec]
-
     def _check_resumable(self, previous: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
         """Return the settings of a partial store that can be continued; None to start over."""
         if previous is None:
             return None
-        current = dict(self._settings)
-        # The codec was measured when the store was begun; measuring again might choose another.
-        if current[CODEC] == AUTO:
-            current[CODEC] = previous.get(CODEC)
+        current = self._settings
         different = [key for key in current if previous.get(key) != current[key]]
         if not different:
             return previous

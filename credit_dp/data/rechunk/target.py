@@ -4,19 +4,14 @@ A store is created as `OUT.new.partial` with everything but its fields, then ren
 `OUT.partial`. Its shards are added one by one, each under a temporary name first. The complete
 store is renamed to `OUT`. A rename is atomic, so whatever exists under its final name is complete,
 and what is missing can be written by anybody at any time.
-
-The codec is chosen here, too: `measure_codecs` tries all of them on a sample.
 """
 
 import asyncio
 import json
 import os
 import shutil
-import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from tempfile import NamedTemporaryFile
 from types import MappingProxyType
 from typing import Any, ClassVar, final
 
@@ -24,11 +19,11 @@ import numpy as np
 import zarr
 from numpy.typing import NDArray
 from zarr.abc.codec import BytesBytesCodec
-from zarr.codecs import BloscCodec, Crc32cCodec, ZstdCodec
+from zarr.codecs import BloscCodec, Crc32cCodec
 from zarr.core.buffer import Buffer
 from zarr.storage import LocalStore, MemoryStore, WrapperStore
 
-from credit_dp.checks import expand_home, one_of
+from credit_dp.checks import expand_home
 from credit_dp.data.cache import clear_new, new_path, remove_lock
 from credit_dp.data.calendar import Calendar, Times
 from credit_dp.data.grid import Axis, FieldArray
@@ -36,7 +31,6 @@ from credit_dp.data.rechunk.field_selection import SelectedFields
 from credit_dp.data.sources.prepared import METADATA_ATTRIBUTE
 from credit_dp.errors import UserError
 from credit_dp.files import PARTIAL_SUFFIX, partial_path, remove_temporaries, write_bytes_atomic
-from credit_dp.random_streams import random_stream
 
 SETTINGS = "prepared"  # attribute with all that the content depends on, chunks and codec included
 
@@ -241,13 +235,6 @@ class AtomicFileStore(WrapperStore[LocalStore]):
         await asyncio.to_thread(write_bytes_atomic, path, content, durable=True, unique=True)
 
 
-SAMPLE_BYTES = 64 * 2**20  # compressed for each measurement, at most
-DISK_BYTES = 64 * 2**20  # written and read to measure the bandwidth of the disk
-REPEATS = 3  # the fastest counts
-READ_TOLERANCE = 1.05  # of codecs within this factor of the fastest, the smallest wins
-AUTO = "auto"
-
-
 def _blosc(name: str, level: int) -> tuple[BytesBytesCodec, ...]:
     # Shuffled by bytes: the exponents of neighbouring floats are alike, their last bits noise.
     return (BloscCodec(cname=name, clevel=level, shuffle="shuffle", typesize=4),)  # type: ignore[arg-type]
@@ -259,74 +246,8 @@ CODECS: Mapping[str, tuple[BytesBytesCodec, ...]] = MappingProxyType(
         "none": (),
         "lz4": _blosc("lz4", 5),
         "zstd": _blosc("zstd", 1),
-        "zstd3": _blosc("zstd", 3),
-        "zstd-plain": (ZstdCodec(level=1),),
     }
 )
-
-
-@final
-@dataclass(frozen=True)
-class CodecMeasurement:
-    """The costs of one codec, measured on a sample.
-
-    Attributes:
-        name: its key in `CODECS`.
-        ratio: uncompressed over compressed bytes.
-        encode, decode: seconds per uncompressed byte, on one thread of this machine.
-        read: seconds per uncompressed byte to read it from the disk and decode it.
-    """
-
-    name: str
-    ratio: float
-    encode: float
-    decode: float
-    read: float
-
-
-def check_codec(codec: str) -> None:
-    """Refuse a name that is neither `auto` nor a key of `CODECS`."""
-    one_of("codec", codec, (AUTO, *CODECS))
-
-
-def measure_codecs(
-    fields: FieldArray, rows: int, names: Sequence[str], disk_bandwidth: float
-) -> dict[str, CodecMeasurement]:
-    """Measure codecs on one sample, in chunks of the final size.
-
-    Args:
-        fields: `(C, H, W)`.
-        rows: of a chunk.
-        names: of the codecs.
-        disk_bandwidth: bytes per second that the disk reads.
-    """
-    channels, height, columns = fields.shape
-    sample_rows = max(rows, min(height, SAMPLE_BYTES // (4 * channels * columns)))
-    start = max(0, (height - sample_rows) // 2)
-    sample = np.ascontiguousarray(fields[None, :, start : start + sample_rows])
-    return {name: _measure_codec(sample, rows, name, disk_bandwidth) for name in names}
-
-
-def choose_codec(measured: Mapping[str, CodecMeasurement]) -> CodecMeasurement:
-    """Return the codec with the best ratio; it reads about as fast as the fastest one."""
-    fastest = min(codec.read for codec in measured.values())
-    candidates = [codec for codec in measured.values() if codec.read <= READ_TOLERANCE * fastest]
-    return max(candidates, key=lambda codec: codec.ratio)
-
-
-def measure_disk_bandwidth(folder: Path) -> float:
-    """Return the bytes per second that the disk of a folder reads, without the system's cache."""
-    content = random_stream(0).bytes(DISK_BYTES)
-    with NamedTemporaryFile(dir=folder, prefix=".speed-", buffering=0) as file:
-        file.write(content)
-        os.fsync(file.fileno())
-        if hasattr(os, "posix_fadvise"):  # drops the file from the cache; not on macOS
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        file.seek(0)
-        start = time.perf_counter()
-        while file.read(2**20):
-            pass
-        return DISK_BYTES / (time.perf_counter() - start)
 
 
 def shard_options(shape: Sequence[int], rows: int, codec: str) -> dict[str, Any]:
@@ -353,28 +274,9 @@ def shard_options(shape: Sequence[int], rows: int, codec: str) -> dict[str, Any]
     }
 
 
-def _measure_codec(
-    sample: FieldArray, rows: int, name: str, disk_bandwidth: float
-) -> CodecMeasurement:
+def stored_size(fields: FieldArray, rows: int, codec: str) -> int:
+    """Return the bytes that one time is stored in, `(C, H, W)`."""
     chunks: dict[str, Buffer] = {}
-    array = zarr.create_array(
-        MemoryStore(chunks), shape=sample.shape, **shard_options(sample.shape, rows, name)
-    )
-
-    def write() -> None:
-        array[:] = sample
-
-    encode = _seconds(write) / sample.nbytes
-    decode = _seconds(lambda: array[:]) / sample.nbytes
-    stored = sum(len(value) for key, value in chunks.items() if "zarr.json" not in key)
-    ratio = sample.nbytes / stored
-    return CodecMeasurement(name, ratio, encode, decode, decode + 1 / (ratio * disk_bandwidth))
-
-
-def _seconds(action: Callable[[], object]) -> float:
-    best = float("inf")
-    for _ in range(REPEATS):
-        start = time.perf_counter()
-        action()
-        best = min(best, time.perf_counter() - start)
-    return best
+    options = shard_options((1, *fields.shape), rows, codec)
+    zarr.create_array(MemoryStore(chunks), shape=(1, *fields.shape), **options)[0] = fields
+    return sum(len(value) for key, value in chunks.items() if "zarr.json" not in key)

@@ -19,7 +19,7 @@ from credit_dp.data.grid import FieldArray, Grid
 from credit_dp.data.sources.address import redact_secrets
 from credit_dp.data.sources.coordinates import check_coordinates, projected_grid
 from credit_dp.data.sources.names import StoredNames
-from credit_dp.data.sources.source import BlockReader, Indexer, Source, VariableInfo
+from credit_dp.data.sources.source import Indexer, Source, VariableInfo
 from credit_dp.data.sources.stacked import (
     StackedArray,
     describe_source,
@@ -172,11 +172,6 @@ class PreparedSource(Source):
         return self._fields.read(
             times, [self._channel_indices[channel] for channel in channels], (rows, slice(None))
         )
-
-    def block_reader(self, channels: Sequence[Channel], rows: slice) -> BlockReader | None:
-        """See `Source`; there is one for a store on a local disk that is not compressed."""
-        indices = [self._channel_indices[channel] for channel in channels]
-        return self._fields.block_reader(indices, rows)
 
     def group_by_chunk(self, channels: Sequence[Channel]) -> list[list[Channel]]:
         """See `Source`; all channels share their chunks."""

@@ -5,7 +5,7 @@ each (zarr and netCDF, anemoi, prepared stores) or combine other sources (`combi
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from typing import Protocol, Self, final
@@ -22,9 +22,6 @@ from credit_dp.data.sources.rows import CellRows
 from credit_dp.errors import counted
 
 Indexer = slice | NDArray[np.intp]
-# Gets positions of channels and rows in the result, and their values `(c, n, r, W)`, which are n
-# adjacent groups of r rows.
-BlockConsumer = Callable[[slice, slice, FieldArray], None]
 
 
 @final
@@ -108,25 +105,6 @@ def with_model_levels(variables: Mapping[str, VariableInfo]) -> AliasedVariables
         name: renumbered(variables[name]) for name in all_names(variables) if name not in listed
     }
     return AliasedVariables(listed, others)
-
-
-class BlockReader(Protocol):
-    """Reads the same channels and rows of one time after another, in small blocks."""
-
-    def read(self, time: int, consume: BlockConsumer) -> bool:
-        """Pass on all values of a time, each once, block by block.
-
-        Args:
-            time: index into the source's times.
-            consume: called with every block. It may overwrite the values, but not keep them: their
-                memory is used again for the next block.
-
-        Returns:
-            False if a file is missing or damaged: values that were passed on may be wrong then.
-
-        Raises:
-            UserError: the store has changed since it was opened.
-        """
 
 
 class Source(ABC):
@@ -249,18 +227,6 @@ class Source(ABC):
         if stated and info.sum_hours:
             period = np.timedelta64(round(3600 * info.sum_hours), "s")
         return np.stack([self.times - period, self.times], axis=1)
-
-    def block_reader(self, channels: Sequence[Channel], rows: slice) -> BlockReader | None:
-        """Return a reader of blocks for channels that change in time.
-
-        Args:
-            channels: in the order of the result.
-            rows: counted from the north, with both ends.
-
-        Returns:
-            None if fields can only be read at once, with `read`.
-        """
-        return None
 
     @abstractmethod
     def group_by_chunk(self, channels: Sequence[Channel]) -> list[list[Channel]]:

@@ -1,50 +1,36 @@
 """Reads arrays that hold all channels of a time in one chunk.
 
 `StackedArray` selects channels and times; anemoi's datasets and prepared stores are read through
-it. Its values come from the first of these readers that can read the array:
-
-1. `RawShardReader`, for shards of plain float32 on a local disk: one read per inner chunk. Of
-   these, `RawBlockReader` passes on block by block what a batch needs.
-2. `TensorStoreReader`, for other shards on a local disk, if tensorstore is installed.
-3. zarr, for everything else. It also reads again whatever the others could not, so that one place
-   reports the error.
+it, by zarr. Shards on a local disk are read by tensorstore if that is installed; what it can't read
+zarr reads again, so that one place reports the error.
 """
 
 import itertools
 import math
-import threading
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
-from io import FileIO
 from itertools import pairwise
-from typing import Any, NamedTuple, Protocol, final
+from pathlib import Path
+from threading import Lock
+from typing import Any, ClassVar, final
 
-import google_crc32c
 import numpy as np
 import xarray as xr
 import zarr
 from numpy.typing import NDArray
-from zarr.codecs import BytesCodec, Crc32cCodec, ShardingCodec
 from zarr.storage import LocalStore
 
 from credit_dp.data.calendar import STANDARD, Calendar, Times
 from credit_dp.data.grid import FieldArray
 from credit_dp.data.sources.address import is_remote, local_path, reason_of, zarr_open_error
-from credit_dp.data.sources.source import BlockConsumer, BlockReader, Indexer, Source, as_slice
+from credit_dp.data.sources.source import Indexer, Source, as_slice
 from credit_dp.data.sources.storage import (
-    CHECKSUM,
-    HEADER,
     CompleteStore,
     CountingStore,
     IntactStore,
-    ShardedArray,
     StoreChangeDetector,
-    compressor_name,
     content_stamp,
-    declared_size,
-    decoded_bytes,
-    has_valid_checksum,
     open_current_group,
     open_zarr_store,
     resolved_address,
@@ -117,340 +103,6 @@ def describe_source(
     return description
 
 
-FLOAT32 = np.dtype("<f4")
-
-
-def is_raw_float32(array: "zarr.Array[Any]") -> bool:
-    """Whether an array has shards of uncompressed little-endian float32 chunks with checksums."""
-    codecs: Any = getattr(array.metadata, "codecs", ())
-    if array.dtype != FLOAT32 or len(codecs) != 1 or not isinstance(codecs[0], ShardingCodec):
-        return False
-    little_endian = BytesCodec(endian="little")
-    checksum = Crc32cCodec()
-    sharding = codecs[0]
-    # An enumeration before zarr 3.4, a text since.
-    location = sharding.index_location
-    has_index_at_end = getattr(location, "value", location) == "end"
-    return (
-        has_index_at_end
-        and (*sharding.codecs, *sharding.index_codecs) == (little_endian, checksum) * 2
-    )
-
-
-@final
-class RawShardReader:
-    """Reads slices of a local array for which `is_raw_float32` holds, chunk by chunk."""
-
-    def __init__(self, shards: ShardedArray, store: CountingStore) -> None:
-        self._shards = shards
-        self._store = store
-
-    def blocks(
-        self, channels: Sequence[int], rows: slice, change_detector: StoreChangeDetector
-    ) -> BlockReader | None:
-        """Return a reader of blocks; None if chunks hold several times or not all channels.
-
-        There is none either for a channel that is requested twice: its values are passed on once.
-        """
-        shape, chunks, shards = self._shards.shape, self._shards.chunks, self._shards.shards
-        whole = (shape[1], shape[-1])
-        if len(set(channels)) < len(channels):
-            return None
-        if len(shape) != 4 or (chunks[0], shards[0]) != (1, 1) or shards[2] < shape[2]:
-            return None
-        if (chunks[1], chunks[3]) != whole or (shards[1], shards[3]) != whole:
-            return None
-        return RawBlockReader(self._shards, self._store, channels, rows, change_detector)
-
-    def read(self, selection: tuple[slice, ...]) -> FieldArray | None:
-        """Return the values; None if a file is missing or damaged."""
-        first, *rest = selection
-        if any(part.step is not None and part.step < 1 for part in selection):
-            return None
-        if first.step not in (None, 1):
-            # Time by time, or the chunks of the times between would be read, too.
-            indices = range(*first.indices(self._shards.shape[0]))
-            parts = [self.read((slice(index, index + 1), *rest)) for index in indices]
-            complete = [part for part in parts if part is not None]
-            return np.concatenate(complete) if len(complete) == len(parts) > 0 else None
-        try:
-            values = self._read(self._shards.spans(selection))
-            return values[tuple(slice(None, None, part.step) for part in selection)]
-        except (OSError, ValueError):
-            return None
-
-    def _read(self, spans: list[tuple[int, int]]) -> FieldArray:
-        result = np.empty([stop - first for first, stop in spans], FLOAT32)
-        # Each chunk goes into one buffer, checksum and all; `values` is a view of its floats.
-        buffer = np.empty(int(np.prod(self._shards.chunks)) * FLOAT32.itemsize + CHECKSUM, np.uint8)
-        values = buffer[:-CHECKSUM].view(FLOAT32).reshape(self._shards.chunks)
-        chunks = 0
-        for path, shard in self._shards.files(spans):
-            with path.open("rb", buffering=0) as file:
-                for part in self._shards.parts(file, shard, spans):
-                    if part.size != len(buffer):
-                        raise ValueError(f"{path}: a chunk is not as long as it should be")
-                    file.seek(part.begin)
-                    if file.readinto(buffer.data) != len(buffer) or not has_valid_checksum(buffer):
-                        raise ValueError(f"{path}: a chunk is damaged")
-                    result[part.destination] = values[part.inside]
-                    chunks += 1
-        self._store.add(chunks * len(buffer), chunks)
-        return result
-
-
-BLOCK_BYTES = 2**20  # of a block, which has to fit the cache of a core
-
-
-class _Part(NamedTuple):
-    """The part of a block that is requested.
-
-    Attributes:
-        inside: channels, chunks and rows of the block's values.
-        channels, rows: their positions in the result.
-    """
-
-    inside: tuple[slice, slice, slice]
-    channels: slice
-    rows: slice
-
-
-class _Block(NamedTuple):
-    """What is read at once: some whole chunks, or a part of a chunk that is larger than a block.
-
-    Attributes:
-        shape: of its values: chunks, channels, rows, columns.
-        ends: whether a checksum follows the values of each chunk, or later those of the last part.
-        parts: those requested.
-    """
-
-    shape: tuple[int, int, int, int]
-    ends: bool
-    parts: list[_Part]
-
-
-class _Views(NamedTuple):
-    """Views of the memory that a block is read into.
-
-    Attributes:
-        memory: all bytes of the block.
-        contents: the bytes of each of its chunks, without checksum.
-        checksums: `(chunks, 1)`, or `(chunks, 0)` in a block without.
-        values: channels, chunks, rows, columns.
-    """
-
-    memory: memoryview
-    contents: list[NDArray[np.uint8]]
-    checksums: NDArray[np.uint32]
-    values: FieldArray
-
-    @classmethod
-    def of(cls, buffer: NDArray[np.uint8], block: _Block) -> "_Views":
-        """Return the views of a block at the beginning of a buffer."""
-        chunks = block.shape[0]
-        size = math.prod(block.shape[1:])
-        words = size + 1 if block.ends else size
-        memory = buffer[: chunks * words * FLOAT32.itemsize]
-        table = memory.view(FLOAT32).reshape(chunks, words)
-        return cls(
-            memory.data,
-            [row[:size].view(np.uint8) for row in table],
-            table.view("<u4")[:, size:],
-            table[:, :size].reshape(block.shape).transpose(1, 0, 2, 3),
-        )
-
-
-@final
-class RawBlockReader:
-    """Reads channels and rows of an array that has all channels of a time in one shard.
-
-    A block is small enough to remain in the processor's cache while it is read from the file,
-    checked, and written where it belongs. So main memory is passed over twice, by the system's
-    read and by the last write, however many steps there are between.
-
-    Files are read, not mapped: a mapped file that shrinks would end the process.
-    """
-
-    def __init__(
-        self,
-        shards: ShardedArray,
-        store: CountingStore,
-        channels: Sequence[int],
-        rows: slice,
-        change_detector: StoreChangeDetector,
-    ) -> None:
-        """Find blocks and their parts once, for all times.
-
-        Args:
-            shards: of the array `(T, C, H, W)`.
-            store: counts what is read.
-            channels: indices in the order of the result.
-            rows: with both ends.
-            change_detector: counts the reads and checks the store now and then.
-        """
-        self._shards = shards
-        self._store = store
-        self._change_detector = change_detector
-        _, count, height, columns = shards.chunks
-        self._chunk_bytes = count * height * columns * FLOAT32.itemsize + CHECKSUM
-        self._chunks = slice(rows.start // height, -(-rows.stop // height))
-        layout = _ChunkLayout(count, height, columns)
-        self._blocks = list(layout.blocks(list(_runs(channels)), rows, self._chunks))
-        # Several threads may read at once.
-        self._local = threading.local()
-
-    def read(self, time: int, consume: BlockConsumer) -> bool:
-        """See `BlockReader`."""
-        try:
-            file = open(self._shards.file((time, 0, 0, 0)), "rb", buffering=0)  # noqa: SIM115
-        except OSError:
-            return False
-        with file:
-            begin = self._first_byte(file)
-            if begin is None:
-                return False
-            file.seek(begin)
-            if not self._read_blocks(file, consume):
-                return False
-        chunks = self._chunks.stop - self._chunks.start
-        self._store.add(chunks * self._chunk_bytes, chunks)
-        self._change_detector.after_read(suspicious=False)
-        return True
-
-    def _first_byte(self, file: FileIO) -> int | None:
-        """Return where the chunks of the band begin; None if they don't follow one another."""
-        try:
-            index = self._shards.index(file).reshape(-1, 2)[self._chunks]
-        except (OSError, ValueError):
-            return None
-        begin: int = index[0, 0].item()
-        expected = begin + self._chunk_bytes * np.arange(len(index), dtype=np.uint64)
-        in_order = (index[:, 0] == expected).all() and (index[:, 1] == self._chunk_bytes).all()
-        return begin if in_order else None
-
-    def _read_blocks(self, file: FileIO, consume: BlockConsumer) -> bool:
-        """Read all blocks from a file and pass on their parts; False if one is damaged."""
-        checksum = 0
-        for block, views in zip(self._blocks, self._views(), strict=True):
-            if not _fill(file, views.memory):
-                return False
-            stored = views.checksums.ravel().tolist()
-            # Before the values are passed on, as they may be overwritten.
-            for number, content in enumerate(views.contents):
-                checksum = google_crc32c.extend(checksum, content)
-                if block.ends:
-                    if checksum != stored[number]:
-                        return False
-                    checksum = 0
-            for part in block.parts:
-                consume(part.channels, part.rows, views.values[part.inside])
-        return True
-
-    def _views(self) -> list[_Views]:
-        """Return views of each block in this thread's buffer."""
-        if not hasattr(self._local, "views"):
-            sizes = [FLOAT32.itemsize * math.prod(block.shape) for block in self._blocks]
-            checksums = CHECKSUM * max(block.shape[0] for block in self._blocks)
-            buffer = np.empty(max(sizes) + checksums, np.uint8)
-            self._local.views = [_Views.of(buffer, block) for block in self._blocks]
-        views: list[_Views] = self._local.views
-        return views
-
-
-class _ChunkLayout(NamedTuple):
-    """The shape of a chunk, and how its values are divided into blocks."""
-
-    channels: int
-    rows: int
-    columns: int
-
-    def blocks(
-        self, runs: Sequence[tuple[int, int, int]], band: slice, chunks: slice
-    ) -> Iterator[_Block]:
-        """Yield the blocks of all chunks of a band in the order of their bytes.
-
-        Args:
-            runs: of the requested channels, see `_runs`.
-            band: the requested rows.
-            chunks: the numbers of the chunks with these rows.
-        """
-        chunk_bytes = math.prod(self) * FLOAT32.itemsize + CHECKSUM
-        if chunk_bytes > BLOCK_BYTES:
-            for chunk in range(chunks.start, chunks.stop):
-                yield from self._blocks_of_chunk(runs, band, chunk)
-            return
-        step = BLOCK_BYTES // chunk_bytes
-        for first in range(chunks.start, chunks.stop, step):
-            stop = min(first + step, chunks.stop)
-            channels, rows = slice(0, self.channels), slice(0, self.rows)
-            parts = _parts(runs, channels, self._row_parts(band, first, stop, rows))
-            yield _Block((stop - first, *self), True, parts)
-
-    def _blocks_of_chunk(
-        self, runs: Sequence[tuple[int, int, int]], band: slice, chunk: int
-    ) -> Iterator[_Block]:
-        """Yield blocks with all rows of some channels, or with some rows of one channel."""
-        row_bytes = self.columns * FLOAT32.itemsize
-        channel_step = max(1, BLOCK_BYTES // (self.rows * row_bytes))
-        row_step = self.rows if channel_step > 1 else max(1, BLOCK_BYTES // row_bytes)
-        for low in range(0, self.channels, channel_step):
-            channels = slice(low, min(low + channel_step, self.channels))
-            for first in range(0, self.rows, row_step):
-                rows = slice(first, min(first + row_step, self.rows))
-                parts = _parts(runs, channels, self._row_parts(band, chunk, chunk + 1, rows))
-                shape = (1, channels.stop - low, rows.stop - first, self.columns)
-                is_last = channels.stop == self.channels and rows.stop == self.rows
-                yield _Block(shape, is_last, parts)
-
-    def _row_parts(
-        self, band: slice, first: int, stop: int, rows: slice
-    ) -> list[tuple[slice, slice, slice]]:
-        """Return the parts of some rows of chunks in a band: chunks, rows of these, of the band.
-
-        Chunks that are in the band with all these rows are one part.
-        """
-        found: list[tuple[slice, slice, slice]] = []
-        for chunk in range(first, stop):
-            origin = chunk * self.rows + rows.start
-            north = max(band.start, origin)
-            south = min(band.stop, origin + rows.stop - rows.start)
-            if north >= south:
-                continue
-            part = (
-                slice(chunk - first, chunk - first + 1),
-                slice(north - origin, south - origin),
-                slice(north - band.start, south - band.start),
-            )
-            is_whole = part[1] == slice(0, self.rows)
-            if found and is_whole and found[-1][1] == part[1]:
-                chunks, _, destination = found[-1]
-                part = (
-                    slice(chunks.start, part[0].stop),
-                    part[1],
-                    slice(destination.start, part[2].stop),
-                )
-                found[-1] = part
-            else:
-                found.append(part)
-        return found
-
-
-def _parts(
-    runs: Iterable[tuple[int, int, int]],
-    channels: slice,
-    row_parts: Iterable[tuple[slice, slice, slice]],
-) -> list[_Part]:
-    """Return the requested parts of a block with some channels."""
-    parts = []
-    for (first, stop, position), (chunks, rows, destination) in itertools.product(runs, row_parts):
-        low, high = max(first, channels.start), min(stop, channels.stop)
-        if low < high:
-            inside = slice(low - channels.start, high - channels.start), chunks, rows
-            positions = slice(position + low - first, position + high - first)
-            parts.append(_Part(inside, positions, destination))
-    return parts
-
-
 def _runs(channels: Sequence[int]) -> Iterator[tuple[int, int, int]]:
     """Yield the parts in which channels are adjacent: `(first, stop, position)`."""
     edges = np.flatnonzero(np.diff(channels) != 1) + 1
@@ -458,101 +110,76 @@ def _runs(channels: Sequence[int]) -> Iterator[tuple[int, int, int]]:
         yield channels[start], channels[stop - 1] + 1, start
 
 
-def _fill(file: FileIO, buffer: memoryview) -> bool:
-    """Fill a buffer with the next bytes of a file; whether there were enough."""
-    try:
-        return file.readinto(buffer) == len(buffer)
-    except OSError:
-        return False
-
-
 # Limits of one TensorStoreReader.
 DECODER_THREADS = 4
 CONCURRENT_FILES = 8
 
 
-class ShardReader(Protocol):
-    """Reads slices of one local array of shards without zarr."""
-
-    def read(self, selection: tuple[slice, ...]) -> FieldArray | None:
-        """Return the values as float32; None if a file is missing or damaged."""
-
-
 @final
 class TensorStoreReader:
-    """Reads slices of a local array with tensorstore."""
+    """Reads slices of a local array of shards with tensorstore."""
 
-    def __init__(self, shards: ShardedArray, store: CountingStore, blosc_limit: int | None) -> None:
-        """Open the array.
+    _lock: ClassVar[Lock] = Lock()
+    _bytes_counted: ClassVar[int] = 0
 
-        Args:
-            shards: where its chunks are.
-            store: counts what is read.
-            blosc_limit: the most bytes that a chunk of Blosc may expand to; None for others.
-        """
+    def __init__(self, folder: Path, array: "zarr.Array[Any]", store: CountingStore) -> None:
+        """Open the array in a folder; `store` counts what is read."""
         import tensorstore
 
-        self._blosc_limit = blosc_limit
-        self._shards = shards
+        self._chunks = array.chunks
         self._store = store
+        self._metrics = tensorstore.experimental_collect_matching_metrics
         context = {
             "cache_pool": {"total_bytes_limit": 0},  # each chunk is read once
             "data_copy_concurrency": {"limit": DECODER_THREADS},
             "file_io_concurrency": {"limit": CONCURRENT_FILES},
         }
-        self._tensorstore = tensorstore.open(
-            {"driver": "zarr3", "kvstore": {"driver": "file", "path": f"{shards.folder}/"}},
-            context=tensorstore.Context(context),
-            read=True,
+        spec = {
+            "driver": "zarr3",
+            "kvstore": {"driver": "file", "path": f"{folder}/"},
+            "fill_missing_data_reads": False,
+        }
+        self._array = tensorstore.open(
+            spec, context=tensorstore.Context(context), read=True
         ).result()
+        self._bytes_read()  # those of metadata are not counted
 
     def read(self, selection: tuple[slice, ...]) -> FieldArray | None:
-        """See `ShardReader`."""
+        """Return the values as float32; None if a chunk is missing or damaged."""
         try:
-            sizes = self._sizes(self._shards.spans(selection))
-            fields = np.asarray(self._tensorstore[selection].read().result(), dtype=np.float32)
+            fields = np.asarray(self._array[selection].read().result(), dtype=np.float32)
         except Exception:  # noqa: BLE001 - zarr reads it again and reports the error
             return None
-        self._store.add(sum(sizes), len(sizes))
+        dims = zip(selection, self._array.shape, self._chunks, strict=True)
+        touched = [
+            {index // chunk for index in range(*part.indices(size))} for part, size, chunk in dims
+        ]
+        self._store.add(self._bytes_read(), math.prod(map(len, touched)))
         return fields
 
-    def _sizes(self, spans: list[tuple[int, int]]) -> list[int]:
-        """Return the bytes of each chunk that overlaps `spans`: tensorstore does not count them.
+    def _bytes_read(self) -> int:
+        """Return the bytes that tensorstore has read, with indices of shards, since the last call.
 
-        Raises:
-            ValueError: a chunk of Blosc expands to more bytes than its values have.
+        It counts those of the process: of stores that are read at once the sum is right.
         """
-        sizes = []
-        for path, shard in self._shards.files(spans):
-            with path.open("rb") as file:
-                for part in list(self._shards.parts(file, shard, spans)):
-                    sizes.append(part.size)
-                    if self._blosc_limit is not None:
-                        file.seek(part.begin)
-                        if (declared_size("blosc", file.read(HEADER)) or 0) > self._blosc_limit:
-                            raise ValueError(f"{path}: a chunk expands too far")
-        return sizes
+        with self._lock:
+            (metric,) = self._metrics("/tensorstore/kvstore/file/bytes_read")
+            before = TensorStoreReader._bytes_counted
+            TensorStoreReader._bytes_counted = metric["values"][0]["value"]
+            return TensorStoreReader._bytes_counted - before
 
 
-def open_shard_reader(address: str, name: str, store: CountingStore) -> ShardReader | None:
+def open_shard_reader(address: str, name: str, store: CountingStore) -> TensorStoreReader | None:
     """Return a faster reader than zarr for an array; None if there is none.
 
     Remote stores are left to zarr, which waits for the network there, not for the processor.
     """
-    if is_remote(address):
+    if is_remote(address) or find_spec("tensorstore") is None:
         return None
     try:
         folder = local_path(address)
         array = zarr.open_array(LocalStore(folder, read_only=True), path=name, mode="r")
-        shards = ShardedArray(folder / name, array)
-        if is_raw_float32(array):
-            return RawShardReader(shards, store)
-        # tensorstore would allocate whatever the header of a Blosc chunk says; the others it
-        # decodes piece by piece, up to the size of the chunk.
-        limit = decoded_bytes(array.chunks, array.dtype)
-        blosc_limit = limit if compressor_name(array) == "blosc" else None
-        has_tensorstore = find_spec("tensorstore") is not None
-        return TensorStoreReader(shards, store, blosc_limit) if has_tensorstore else None
+        return None if array.shards is None else TensorStoreReader(folder / name, array, store)
     except Exception:  # noqa: BLE001 - zarr reads it, or says why it can't be read
         return None
 
@@ -574,7 +201,7 @@ class StackedArray:
     where: str
     times: Times | None
     change_detector: StoreChangeDetector
-    fast_reader: ShardReader | None = None
+    fast_reader: TensorStoreReader | None = None
     calendar: Calendar = STANDARD
 
     def read(self, times: Indexer, channels: Sequence[int], rest: tuple[Any, ...]) -> FieldArray:
@@ -600,12 +227,6 @@ class StackedArray:
             raise self._error("a chunk", first, error) from error
         self.change_detector.after_read(suspicious=False)
         return fields
-
-    def block_reader(self, channels: Sequence[int], rows: slice) -> BlockReader | None:
-        """Return a reader of blocks; None if the array can only be read at once."""
-        if not isinstance(self.fast_reader, RawShardReader):
-            return None
-        return self.fast_reader.blocks(channels, rows, self.change_detector)
 
     def chunk_name(self, indices: tuple[int, ...]) -> str:
         """Return the key of the file that holds one value, for a message."""

@@ -3,47 +3,34 @@
 A read passes these stores from the outside to the inside:
 
 1. `CompleteStore` refuses a missing chunk, which zarr would replace by fill values.
-2. `IntactStore` refuses a chunk that is too short, which a decoder might read beyond its end, or
-   that expands to more bytes than its values have.
+2. `IntactStore` refuses a chunk that is too short, which a decoder might read beyond its end.
 3. `CountingStore` counts bytes and chunks.
 4. `FolderStore` reads the file, or zarr's own store the remote object.
 
-`StoreChangeDetector` notices a store that is rewritten while it is read. `ShardedArray` finds
-chunks in shards, for readers that don't use zarr.
+`StoreChangeDetector` notices a store that is rewritten while it is read.
 """
 
 import asyncio
 import atexit
-import bz2
 import errno
 import hashlib
 import json
 import logging
-import lzma
 import math
 import os
-import zlib
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from functools import partial
-from itertools import product
 from pathlib import Path
 from threading import Lock
-from typing import Any, BinaryIO, ClassVar, Final, NamedTuple, cast, final
+from typing import Any, ClassVar, cast, final
 
-import google_crc32c
-import numcodecs
 import numpy as np
 import zarr
 import zarr.core.sync
 from fsspec.spec import AbstractFileSystem
-from zarr.abc.codec import BytesBytesCodec
 from zarr.abc.store import ByteRequest, RangeByteRequest, Store, SuffixByteRequest
-from zarr.codecs import BloscCodec, GzipCodec, ZstdCodec
-from zarr.core.array_spec import ArraySpec
 from zarr.core.buffer import Buffer, BufferPrototype, default_buffer_prototype
-from zarr.registry import register_codec
 from zarr.storage import FsspecStore, LocalStore, WrapperStore
 
 from credit_dp.data.sources.address import (
@@ -461,152 +448,13 @@ class CompleteStore(RangeByRangeStore):
         return value
 
 
-@final
-class OversizedChunkError(OSError):
-    """A chunk expands to more bytes than its values have; the message says how many these are."""
-
-
-TEXT_BYTES = 4096  # of one value whose type has no fixed length, such as a name
-HEADER = 16  # bytes before the data of a Blosc chunk: at 4 is its decoded length, at 12 its own
-# Length of the decoded size in the header of a Zstandard frame, and of the dictionary's number.
-ZSTD_MAGIC: Final = b"\x28\xb5\x2f\xfd"
-ZSTD_SIZES, ZSTD_DICTIONARIES = (0, 2, 4, 8), (0, 1, 2, 4)
-
-
-def decoded_bytes(shape: Sequence[int], dtype: Any) -> int:
-    """Return the bytes of a chunk's values; at least 8 for each, as filters may widen them.
-
-    Args:
-        shape: of the chunk.
-        dtype: zarr's or numpy's type.
-    """
-    length = getattr(dtype, "item_size", getattr(dtype, "itemsize", TEXT_BYTES))
-    is_fixed = getattr(dtype, "kind", "") not in ("O", "T")
-    return math.prod(shape) * max(int(length), 8 if is_fixed else TEXT_BYTES) + HEADER
-
-
-def declared_size(compressor: str, chunk: bytes) -> int | None:
-    """Return the decoded size that a chunk's header states; None if it states none.
-
-    A decoder allocates this much at once, and writes no more.
-
-    Source: Blosc chunk format; Zstandard frame format, RFC 8878, section 3.1.1.1.
-    """
-    if compressor == "blosc":
-        return int.from_bytes(chunk[4:8], "little")
-    if compressor == "lz4":
-        return int.from_bytes(chunk[:4], "little")
-    if compressor != "zstd" or len(chunk) < 5 or chunk[:4] != ZSTD_MAGIC:
-        return None
-    flags = chunk[4]
-    is_single = bool(flags & 0x20)  # one segment: no window size, and at least one byte of size
-    length = ZSTD_SIZES[flags >> 6] or int(is_single)
-    start = 5 + (not is_single) + ZSTD_DICTIONARIES[flags & 3]
-    size = int.from_bytes(chunk[start : start + length], "little")
-    return (size + 256 if length == 2 else size) if length else None
-
-
-def decode_bounded(compressor: str, chunk: bytes, limit: int) -> Any:
-    """Return the decoded bytes of a chunk, without ever allocating much more than `limit`.
-
-    Raises:
-        OversizedChunkError: there are more than `limit`.
-    """
-    size = declared_size(compressor, chunk)
-    if size is not None and size > limit:
-        raise OversizedChunkError(f"{limit} bytes")
-    if compressor in DECOMPRESSORS:
-        return _decompress(DECOMPRESSORS[compressor], chunk, limit)
-    codec = numcodecs.get_codec({"id": compressor})
-    if size is not None or compressor != "zstd":
-        return codec.decode(chunk)
-    # Without a size in the header the decoder would make room until all is decoded. Into a given
-    # room it decodes no more than that, but fails as well if it does not fill it.
-    try:
-        codec.decode(chunk, out=np.empty(limit, np.uint8))
-    except RuntimeError as error:
-        if "too small" in str(error):
-            raise OversizedChunkError(f"{limit} bytes") from error
-    return codec.decode(chunk)
-
-
-# What decoders raise for damaged input.
-DAMAGE = (EOFError, RuntimeError, ValueError, zlib.error, lzma.LZMAError)
-DECOMPRESSORS: Mapping[str, Callable[[], Any]] = {
-    "gzip": partial(zlib.decompressobj, 16 + zlib.MAX_WBITS),
-    "zlib": zlib.decompressobj,
-    "bz2": bz2.BZ2Decompressor,
-    "lzma": lzma.LZMADecompressor,
-}
-
-
-def _decompress(new: Callable[[], Any], chunk: bytes, limit: int) -> bytes:
-    """Decode all streams of a chunk, which may follow one another.
-
-    Raises:
-        OversizedChunkError: there are more than `limit` bytes.
-        EOFError: the last stream is cut short.
-    """
-    parts = b""
-    while chunk:
-        decompressor = new()
-        part = decompressor.decompress(chunk, limit + 1 - len(parts))
-        parts = parts + part if parts else part
-        if len(parts) > limit:
-            raise OversizedChunkError(f"{limit} bytes")
-        if not decompressor.eof:
-            raise EOFError("it is cut short")
-        chunk = decompressor.unused_data.lstrip(b"\0")  # gzip may be padded
-    return parts
-
-
-class _BoundedCodec(BytesBytesCodec):
-    """A codec of format 3 that decodes no more than the values of a chunk need.
-
-    It is a mixin, first among the bases. Both ways in which versions of zarr decode lead here.
-    """
-
-    compressor: ClassVar[str]
-
-    def _decode_sync(self, chunk_bytes: Buffer, chunk_spec: ArraySpec) -> Buffer:
-        limit = decoded_bytes(chunk_spec.shape, chunk_spec.dtype)
-        decoded = decode_bounded(self.compressor, chunk_bytes.to_bytes(), limit)
-        return chunk_spec.prototype.buffer.from_bytes(decoded)
-
-    async def _decode_single(self, chunk_data: Buffer, chunk_spec: ArraySpec) -> Buffer:
-        return await asyncio.to_thread(self._decode_sync, chunk_data, chunk_spec)
-
-
-@final
-class BoundedGzipCodec(_BoundedCodec, GzipCodec):
-    """See `_BoundedCodec`."""
-
-    compressor = "gzip"
-
-
-@final
-class BoundedZstdCodec(_BoundedCodec, ZstdCodec):
-    """See `_BoundedCodec`."""
-
-    compressor = "zstd"
-
-
-@final
-class BoundedBloscCodec(_BoundedCodec, BloscCodec):
-    """See `_BoundedCodec`."""
-
-    compressor = "blosc"
-
-
-for _codec in (BoundedGzipCodec, BoundedZstdCodec, BoundedBloscCodec):
-    register_codec(_codec.compressor, _codec)
-    zarr.config.set({f"codecs.{_codec.compressor}": f"{__name__}.{_codec.__name__}"})
-
-
 def compressor_name(array: "zarr.Array[Any]") -> str:
     """Return what decodes a chunk first, in lower case, such as `blosc`; empty for nothing."""
     names = [type(codec).__name__ for codec in array.compressors]
-    return names[-1].lower().removesuffix("codec").removeprefix("bounded") if names else ""
+    return names[-1].lower().removesuffix("codec") if names else ""
+
+
+HEADER = 16  # bytes before the data of a Blosc chunk: at 12 is its own length
 
 
 @final
@@ -616,11 +464,10 @@ class TruncatedChunkError(OSError):
 
 @final
 class IntactStore(RangeByRangeStore):
-    """Raises an error for chunks, and byte ranges, that are too short, or that expand too far.
+    """Raises an error for chunks, and byte ranges, that are too short.
 
-    zarr does not check either: the Blosc decoder reads beyond the end of a short chunk, the shard
-    reader takes an empty inner chunk for fill values, and a few kB of another decoder's input may
-    fill the memory. Gzip, Zstandard and Blosc of format 3 are bounded where they decode.
+    zarr does not check: the Blosc decoder reads beyond the end of a short chunk, and the shard
+    reader takes an empty inner chunk for fill values.
 
     Source: Blosc chunk format (header), https://github.com/Blosc/c-blosc/blob/main/README_CHUNK_FORMAT.rst
     """
@@ -629,11 +476,6 @@ class IntactStore(RangeByRangeStore):
         super().__init__(store)
         whole = {name: array for name, array in arrays.items() if array.shards is None}
         self._blosc = {n for n, array in whole.items() if compressor_name(array) == "blosc"}
-        self._limits = {
-            name: (compressor_name(array), decoded_bytes(array.chunks, array.dtype))
-            for name, array in whole.items()
-            if array.compressors and not isinstance(array.compressors[-1], _BoundedCodec)
-        }
 
     async def get(
         self, key: str, prototype: BufferPrototype, byte_range: ByteRequest | None = None
@@ -642,7 +484,6 @@ class IntactStore(RangeByRangeStore):
 
         Raises:
             TruncatedChunkError: the chunk, or the requested range of it, is too short.
-            OversizedChunkError: the chunk expands to more bytes than its values have.
         """
         value = await super().get(key, prototype, byte_range)
         if value is None:
@@ -656,25 +497,7 @@ class IntactStore(RangeByRangeStore):
             needed = max(HEADER, int.from_bytes(header[12:], "little"))
         if len(value) < needed:
             raise TruncatedChunkError(f"{key} has {len(value)} of {needed} bytes")
-        if byte_range is None and name in self._limits:
-            await asyncio.to_thread(_check_size, *self._limits[name], value)
         return value
-
-
-def _check_size(compressor: str, limit: int, chunk: Buffer) -> None:
-    """Refuse a chunk that expands to more than `limit` bytes.
-
-    Raises:
-        OversizedChunkError: it does.
-    """
-    content = chunk.to_bytes()
-    size = declared_size(compressor, content)
-    if size is not None and size <= limit:
-        return
-    # zarr decodes it once more, with the compressor's own class, and reports any other damage.
-    with suppress(*DAMAGE):
-        if compressor in (*DECOMPRESSORS, "zstd", "blosc", "lz4"):
-            decode_bounded(compressor, content, limit)
 
 
 READS_BETWEEN_CHECKS = 64
@@ -700,8 +523,6 @@ def _describe_problem(error: BaseException) -> str:
         )
     if isinstance(error, TruncatedChunkError):
         return f"its chunk {error}: it is cut short"
-    if isinstance(error, OversizedChunkError):
-        return f"a chunk is damaged: it expands to more than its {error}"
     if "checksum" in str(error).lower():
         return "the checksum of a chunk is wrong"
     return f"a chunk is damaged or can't be fetched ({reason_of(error)})"
@@ -763,111 +584,3 @@ class StoreChangeDetector:
                 status = path.stat()
                 states.append((str(path), status.st_mtime_ns, status.st_size))
         return states
-
-
-ENTRY = 16  # bytes of a shard's index for each inner chunk: its offset and its length
-CHECKSUM = 4  # bytes of a CRC-32C, at the end of the chunk or index that it belongs to
-
-
-class ChunkPart(NamedTuple):
-    """The part of one inner chunk that belongs to a selection.
-
-    Attributes:
-        begin, size: offset and length of the chunk in its file, in bytes.
-        inside: the selected part of the chunk.
-        destination: its position in the result.
-    """
-
-    begin: int
-    size: int
-    inside: tuple[slice, ...]
-    destination: tuple[slice, ...]
-
-
-@final
-class ShardedArray:
-    """Finds the chunks of one array in its shards, by the index at the end of each shard.
-
-    Raises:
-        ValueError: the array has no shards.
-    """
-
-    def __init__(self, folder: Path, array: "zarr.Array[Any]") -> None:
-        if array.shards is None:
-            raise ValueError(f"{folder} has no shards")
-        self.folder = folder
-        self.shape = array.shape
-        self.chunks = array.chunks
-        self.shards = array.shards
-        self._metadata = array.metadata
-        self._counts = [s // c for s, c in zip(self.shards, self.chunks, strict=True)]
-
-    def spans(self, selection: Sequence[slice]) -> list[tuple[int, int]]:
-        """Return `(first, stop)` of a selection in each dim."""
-        sizes = zip(selection, self.shape, strict=True)
-        return [part.indices(size)[:2] for part, size in sizes]
-
-    def files(self, spans: Sequence[tuple[int, int]]) -> Iterator[tuple[Path, tuple[int, ...]]]:
-        """Yield the files that overlap `spans`, each with the shard's number in each dim."""
-        touched = zip(spans, self.shards, strict=True)
-        ranges = [range(first // size, -(-stop // size)) for (first, stop), size in touched]
-        for shard in product(*ranges):
-            yield self.folder / self._metadata.encode_chunk_key(shard), shard
-
-    def file(self, shard: tuple[int, ...]) -> str:
-        """Return the path of a shard, given its number in each dim."""
-        return f"{self.folder}/{self._metadata.encode_chunk_key(shard)}"
-
-    def parts(
-        self, file: BinaryIO, shard: Sequence[int], spans: Sequence[tuple[int, int]]
-    ) -> Iterator[ChunkPart]:
-        """Yield the parts of a shard's chunks that overlap `spans`.
-
-        Raises:
-            OSError, ValueError: its index can't be read, or is damaged.
-        """
-        index = self.index(file)
-        dims = zip(spans, shard, self.shards, self.chunks, strict=True)
-        for chunk in product(*(_chunks_along(*dim) for dim in dims)):
-            number, inside, destination = zip(*chunk, strict=True)
-            begin, size = index[number].tolist()
-            yield ChunkPart(begin, size, inside, destination)
-
-    def index(self, file: BinaryIO) -> np.ndarray[Any, np.dtype[np.uint64]]:
-        """Return offset and length of each chunk of a shard: its number in each dim, then 2.
-
-        Raises:
-            OSError, ValueError: the index can't be read, or is damaged.
-        """
-        length = ENTRY * int(np.prod(self._counts)) + CHECKSUM
-        file.seek(-length, os.SEEK_END)
-        content = file.read(length)
-        if not has_valid_checksum(content):
-            raise ValueError(f"{file.name}: its index is damaged")
-        # Two numbers of 8 bytes for each chunk. The division drops the 4 bytes of the checksum.
-        return np.frombuffer(content, "<u8", len(content) // 8).reshape(*self._counts, 2)
-
-
-def _chunks_along(
-    span: tuple[int, int], shard_number: int, shard_size: int, chunk_size: int
-) -> list[tuple[int, slice, slice]]:
-    """Return the chunks of a shard that overlap a span in one dim.
-
-    Each comes with its number in the shard, its part inside the span, and the position of that
-    part in the span.
-    """
-    first, start = span[0], shard_number * shard_size
-    low, high = max(first, start), min(span[1], start + shard_size)
-    parts = []
-    # From the edge of the chunk that holds `low`, which may begin before the span.
-    for origin in range(low - (low - start) % chunk_size, high, chunk_size):
-        inside = slice(max(low - origin, 0), min(high - origin, chunk_size))
-        destination = slice(origin + inside.start - first, origin + inside.stop - first)
-        parts.append(((origin - start) // chunk_size, inside, destination))
-    return parts
-
-
-def has_valid_checksum(content: Any) -> bool:
-    """Whether `content` ends with the CRC-32C of the bytes before it."""
-    checksum: int = google_crc32c.value(content[:-CHECKSUM])
-    return checksum == int.from_bytes(content[-CHECKSUM:], "little")

@@ -44,7 +44,8 @@ def request(store: Path, out: Path, **changes: Any) -> RechunkRequest:
 
 def run(of: RechunkJob) -> RechunkJob:
     with of.locked():
-        of.begin(of.estimate().codec)
+        of.estimate()
+        of.begin()
         of.write_missing(lambda times: None)
         of.verify()
         of.finish()

@@ -167,7 +167,7 @@ def test_written_chunks_are_not_written_again(
     counts: list[int] = []
     with again.locked():
         assert again.num_done == 3
-        again.begin("lz4")
+        again.begin()
         again.write_missing(counts.append)
         again.finish()
     assert written == ["c.3.0.0.0", "c.4.0.0.0", "c.5.0.0.0", "c.6.0.0.0", "out.zarr"]

@@ -3,22 +3,19 @@
 from itertools import pairwise
 from pathlib import Path
 
+import google_crc32c
 import numpy as np
 import pytest
-import zarr
-from zarr.codecs import BytesCodec
 
 from credit_dp.bands import balanced_bounds
 from credit_dp.data.channels import Channel
 from credit_dp.data.loader import Loader
-from credit_dp.data.rechunk import target
 from credit_dp.data.rechunk.copy_fields import choose_chunk_rows
 from credit_dp.data.sampling import SampleSequence
 from credit_dp.data.setup import prepare_training_data
 from credit_dp.data.sources import prepared as sources_prepared
-from credit_dp.data.sources import stacked
 from credit_dp.data.sources.prepared import PreparedSource
-from credit_dp.data.sources.stacked import is_raw_float32
+from credit_dp.data.sources.stacked import TensorStoreReader
 from credit_dp.errors import UserError
 from tests.data import prepared_stores, stores
 from tests.tables import each
@@ -50,23 +47,20 @@ def prepared(path):
     return prepare_training_data(config)
 
 
-@pytest.fixture(params=["zarr", "plain", "tensorstore"])
+@pytest.fixture(params=["zarr", "tensorstore"])
 def reader(request, monkeypatch):
     """Use only one of the two readers."""
     if request.param == "zarr":
         monkeypatch.setattr(sources_prepared, "open_shard_reader", lambda *_, **__: None)
         return
-    if request.param == "tensorstore":
-        monkeypatch.setattr(stacked, "is_raw_float32", lambda _: False)
-    kind = stacked.RawShardReader if request.param == "plain" else stacked.TensorStoreReader
-    read = kind.read
+    read = TensorStoreReader.read
 
     def read_all(*args):
         found = read(*args)
         assert found is not None
         return found
 
-    monkeypatch.setattr(kind, "read", read_all)
+    monkeypatch.setattr(TensorStoreReader, "read", read_all)
 
 
 @pytest.fixture
@@ -96,13 +90,8 @@ def bytes_of_process():
     raise AssertionError("no rchar")
 
 
-quick_readers = each("plain", [True, False])
-
-
-@quick_readers
 @each("damage", ["missing", "short", "changed", "index"])
-def test_what_a_quick_reader_cannot_read_is_named(tmp_path, monkeypatch, plain, damage):
-    monkeypatch.setattr(stacked, "is_raw_float32", lambda _: plain)
+def test_what_tensorstore_cannot_read_is_named(tmp_path, damage):
     path = prepared_stores.write(stores.dataset(), tmp_path / "store.zarr")
     file = path / "fields" / "c.1.0.0.0"
     content = bytearray(file.read_bytes())
@@ -123,32 +112,33 @@ def test_what_a_quick_reader_cannot_read_is_named(tmp_path, monkeypatch, plain, 
         source.read(channel, slice(0, 3), slice(0, 12))
 
 
-@quick_readers
-def test_quick_readers_give_what_zarr_does(tmp_path, monkeypatch, plain):
-    monkeypatch.setattr(stacked, "is_raw_float32", lambda _: plain)
+def test_tensorstore_gives_what_zarr_does(tmp_path):
     path = prepared_stores.write(stores.dataset(), tmp_path / "store.zarr")
     source = PreparedSource.open(str(path))
     one = source._fields
-    for selection in (
-        (slice(0, 1), slice(0, 8), slice(0, 12), slice(0, 8)),
-        (slice(2, 9), slice(3, 5), slice(5, 6), slice(None)),
-        (slice(1, 8, 3), slice(7, 8), slice(3, 9), slice(None)),
+    for selection, shards in (
+        ((slice(0, 1), slice(0, 8), slice(0, 12), slice(0, 8)), 1),
+        ((slice(2, 9), slice(3, 5), slice(5, 6), slice(None)), 7),
+        ((slice(1, 8, 3), slice(7, 8), slice(3, 9), slice(None)), 3),
     ):
-        before = source.bytes_read
+        before, chunks = source.bytes_read, source.chunk_reads
         slow = np.asarray(one.array[selection])
-        between = source.bytes_read
+        between, chunks_between = source.bytes_read, source.chunk_reads
         assert np.array_equal(one.fast_reader.read(selection), slow)
         if selection[0].step is None:
-            # zarr reads a shard with its index if all of it is wanted.
-            assert between - before - 52 <= source.bytes_read - between <= between - before
+            read = source.bytes_read - between
+            # zarr counts no index of a shard, and reads a shard at once if all of it is wanted.
+            assert between - before <= read <= between - before + 52 * shards
+            assert source.chunk_reads - chunks_between >= chunks_between - chunks
 
 
-def test_only_what_is_not_compressed_is_plain(tmp_path):
-    for codec in target.CODECS:
-        options = target.shard_options((2, 3, 10, 4), 4, codec)
-        array = zarr.create_array(tmp_path / codec, shape=(2, 3, 10, 4), **options)
-        assert is_raw_float32(array) == (codec == "none")
-        others = {**options, "serializer": BytesCodec(endian="big")}
-        assert not is_raw_float32(
-            zarr.create_array(tmp_path / f"big {codec}", shape=(2, 3, 10, 4), **others)
-        )
+def test_a_missing_chunk_of_a_shard_is_named(tmp_path):
+    """Not read as values that are filled in."""
+    path = prepared_stores.write(stores.dataset(), tmp_path / "store.zarr")
+    file = path / "fields" / "c.1.0.0.0"
+    content = bytearray(file.read_bytes())
+    content[-20:-4] = b"\xff" * 16  # the index: no chunk here
+    content[-4:] = google_crc32c.value(bytes(content[-20:-4])).to_bytes(4, "little")
+    file.write_bytes(content)
+    source = PreparedSource.open(str(path))
+    assert source._fields.fast_reader.read((slice(1, 2), *[slice(None)] * 3)) is None

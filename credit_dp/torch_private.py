@@ -118,6 +118,11 @@ def is_dispatch_mode_active() -> bool:
     return bool(torch._C._len_torch_dispatch_stack())
 
 
+def is_function_mode_active() -> bool:
+    """Return whether a `TorchFunctionMode` sees the functions that this thread calls."""
+    return bool(torch._C._len_torch_function_stack())
+
+
 def is_fake_mode_active() -> bool:
     """Return whether a `FakeTensorMode` sees the operations of this thread."""
     key = torch._C._TorchDispatchModeKey.FAKE
@@ -417,9 +422,6 @@ def running_node_number() -> int:
 def is_profiling() -> bool:
     """Return whether a profiler of torch records."""
     return torch.autograd.profiler._is_profiler_enabled
-
-
-# ---------------------------------------------------------------- replaced functions
 
 
 # ---------------------------------------------------------------- compiler

@@ -71,6 +71,7 @@ from credit_dp.torch_private import (
     is_dispatch_mode_active,
     is_fake_mode_active,
     is_forward_gradient_active,
+    is_function_mode_active,
     is_profiling,
     is_transform_active,
     is_view,
@@ -212,6 +213,12 @@ def test_forward_gradients_would_not_pass_a_layer_in_one_node():
     assert not is_forward_gradient_active()
     with torch.autograd.forward_ad.dual_level():
         assert is_forward_gradient_active()
+
+
+def test_a_mode_would_not_see_a_layer_in_one_node():
+    assert not is_function_mode_active()
+    with torch.device("cpu"):
+        assert is_function_mode_active()
 
 
 def test_a_checkpoint_would_not_find_what_it_saved():

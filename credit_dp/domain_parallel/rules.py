@@ -166,7 +166,7 @@ def register(key: Any) -> Callable[[AnyRule], AnyRule]:
         if key in RULES and _source(RULES[key]) != _source(rule):
             cure = "Keep one of the two."
             if is_type:
-                cure = "Register a type of your own that derives from it."
+                cure = "Register a type of your own, or pass yours in custom_converters."
             raise UserError(
                 f"register: {getattr(key, '__name__', key)} has a rule already, "
                 f"{_source(RULES[key])}. {cure}"

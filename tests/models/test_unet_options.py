@@ -8,7 +8,6 @@ import torch.nn.functional as F
 
 from credit_dp.config import UNetConfig
 from credit_dp.config.model import UNET_UPSAMPLING
-from credit_dp.domain_parallel.convert import shard_model
 from credit_dp.errors import UserError
 from credit_dp.models.blocks import StochasticDepth, draw_stochastic_depths
 from credit_dp.models.unet import (
@@ -273,13 +272,3 @@ def test_recomputing_a_block_leaves_the_draws_of_the_next_forward():
     before = [layer.draws for layer in layers]
     output.sum().backward()  # torch ends a recomputation by an error as soon as it has all it needs
     assert all(layer.draws is draws for layer, draws in zip(layers, before, strict=True))
-
-
-def test_bands_that_would_drop_different_branches_are_refused():
-    def draw_nothing(manager):
-        config = UNetConfig(channels=[4, 8], blocks=1, groups=4, stochastic_depth=0.5)
-        model = shard_model(UNet(config, 5, 3), manager, (1, 5, 8, 8))
-        with pytest.raises(UserError, match="draw_stochastic_depths"):
-            model(torch.zeros(1, 5, manager.partition(8).sizes[manager.domain_rank], 8))
-
-    on_threads(2, draw_nothing)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from credit_dp.domain_parallel.band_tensor.moving import refresh
 from credit_dp.domain_parallel.band_tensor.strides import (
@@ -34,11 +34,11 @@ from credit_dp.torch_private import (
     disable_torch_function,
     is_dispatch_mode_active,
     is_forward_gradient_active,
+    is_function_mode_active,
     is_transform_active,
 )
 
 aten = torch.ops.aten
-PLAIN_DISPATCH = Tensor.__torch_dispatch__
 
 
 class Layer(NamedTuple):
@@ -48,7 +48,8 @@ class Layer(NamedTuple):
         function: torch's, of the field, parameters and settings.
         operator: that says which strides the result has.
         arguments: returns those of the operator, from those of the function.
-        saves_field: whether backward needs the field, too, if the weight is frozen.
+        saves_all: whether torch saves all operands; else the field, if the weight has a gradient,
+            and the weight, if the field has one.
         forward: returns the local result, and what backward needs beside the arguments.
         backward: returns the local gradients of the field, weight and bias; it gets the gradient,
             the field, weight, bias, settings, what `forward` has kept, and which are needed.
@@ -57,7 +58,7 @@ class Layer(NamedTuple):
     function: Callable[..., Tensor]
     operator: Any
     arguments: Callable[..., tuple[Any, ...]]
-    saves_field: bool
+    saves_all: bool
     forward: Callable[..., tuple[Tensor, tuple[Tensor, ...]]]
     backward: Callable[..., Sequence[Tensor | None]]
 
@@ -77,6 +78,9 @@ class OnRows(torch.autograd.Function):
         """Return the layer's result."""
         y, kept = _run(layer, x, weight, bias, settings)
         ctx.layer, ctx.settings = layer, settings
+        ctx.bias = None
+        if bias is not None and not layer.saves_all:
+            ctx.bias, bias = (bias.shape, bias.dtype, bias.device), None
         ctx.save_for_backward(x, weight, bias, *kept)
         return y
 
@@ -89,6 +93,9 @@ class OnRows(torch.autograd.Function):
         if type(grad) is BandTensor:
             refresh(grad)
         if torch.is_grad_enabled() or keeps_messages() or not _is_like(grad, x):
+            if ctx.bias is not None:  # its values do not matter
+                shape, dtype, device = ctx.bias
+                bias = torch.zeros(shape, dtype=dtype, device=device, requires_grad=needs[2])
             grads = _gradients_by_rules(layer, (x, weight, bias), settings, grad, needs)
         else:
             found = layer.backward(grad.local, x.local, weight, bias, settings, kept, needs)
@@ -140,14 +147,15 @@ def _gradients_by_rules(
 ) -> list[Tensor | None]:
     """Return gradients by torch's function, which may have gradients in turn."""
     needs_more = torch.is_grad_enabled()
-    wanted = [x for x, is_needed in zip(operands, needs, strict=True) if is_needed]
     with torch.enable_grad():
-        if not needs_more:
-            operands = [
-                x.detach().requires_grad_(is_needed) if x is not None else None
-                for x, is_needed in zip(operands, needs, strict=True)
-            ]
-            wanted = [x for x, is_needed in zip(operands, needs, strict=True) if is_needed]
+        # Views, as one operand may depend on another one: that gradient is not of this function.
+        operands = [
+            None if x is None
+            else x.view_as(x) if needs_more
+            else x.detach().requires_grad_(is_needed)
+            for x, is_needed in zip(operands, needs, strict=True)
+        ]  # fmt: skip
+        wanted = [x for x, is_needed in zip(operands, needs, strict=True) if is_needed]
         y = layer.function(*operands, *settings)
         found = iter(torch.autograd.grad(y, wanted, grad, create_graph=needs_more))
     return [next(found) if is_needed else None for is_needed in needs]
@@ -163,7 +171,7 @@ def call(layer: Layer, x: Any, weight: Any, bias: Any, settings: tuple[Any, ...]
         settings: other arguments.
         own: the number of last dimensions that are computed together.
     """
-    if type(x) is BandTensor and not _is_observed(x) and _are_plain(weight, bias):
+    if type(x) is BandTensor and not _is_observed(x):
         with disable_torch_function():  # as in rules
             refresh(x)
             rows = x.rows
@@ -171,8 +179,8 @@ def call(layer: Layer, x: Any, weight: Any, bias: Any, settings: tuple[Any, ...]
                 needs = [p is not None and p.requires_grad for p in (x, weight, bias)]
                 if not torch.is_grad_enabled() or not any(needs):
                     return _run(layer, x, weight, bias, settings)[0]
-                # A field that torch does not save may be written to.
-                if needs[1] or layer.saves_field:
+                # What torch does not save may be written to.
+                if layer.saves_all or (needs[0] and needs[1]):
                     return OnRows.apply(layer, x, weight, bias, settings)  # type: ignore[no-untyped-call]
     return layer.function(x, weight, bias, *settings)
 
@@ -181,6 +189,7 @@ def _is_observed(x: Tensor) -> bool:
     """Return whether something has to see torch's own operators, or what these save."""
     return (
         is_transform_active()
+        or is_function_mode_active()
         or is_dispatch_mode_active()
         or is_forward_gradient_active()
         or are_saved_tensors_seen()
@@ -189,7 +198,8 @@ def _is_observed(x: Tensor) -> bool:
 
 
 def _are_plain(*parameters: Tensor | None) -> bool:
-    return all([p is None or type(p).__torch_dispatch__ is PLAIN_DISPATCH for p in parameters])
+    """Return whether parameters are torch's own: others may compute functions in their own way."""
+    return all([p is None or type(p) in (Tensor, nn.Parameter) for p in parameters])
 
 
 # ---------------------------------------------------------------- linear layers
@@ -219,9 +229,13 @@ def _linear_backward(
 LINEAR = Layer(F.linear, aten.linear.default, lambda *args: args, False, _linear, _linear_backward)
 
 
-def linear(input: Any, weight: Any, bias: Any = None) -> Any:
+def linear(input: Any, weight: Any, bias: Any = None, **others: Any) -> Any:
     """Compute `F.linear`."""
-    return call(LINEAR, input, weight, bias, (), 1)
+    is_usual = not others and _are_plain(weight, bias) and weight.ndim == 2 and weight.numel() > 0
+    # Of other fields torch makes a copy, and saves that.
+    if is_usual and (bias is None or bias.ndim == 1) and input.is_contiguous():
+        return call(LINEAR, input, weight, bias, (), 1)
+    return F.linear(input, weight, bias, **others)
 
 
 # ---------------------------------------------------------------- norms of the last dimensions
@@ -273,8 +287,11 @@ def layer_norm(
     eps: float = 1e-5,
 ) -> Any:
     """Compute `F.layer_norm`."""
-    shape = tuple(normalized_shape)
-    return call(LAYER_NORM, input, weight, bias, (shape, eps), len(shape))
+    are_numbers = type(eps) is float and {*map(type, normalized_shape)} == {int}
+    if are_numbers and _are_plain(weight, bias):
+        shape = tuple(normalized_shape)
+        return call(LAYER_NORM, input, weight, bias, (shape, eps), len(shape))
+    return F.layer_norm(input, normalized_shape, weight, bias, eps)
 
 
 FUNCTIONS = {F.linear: linear, F.layer_norm: layer_norm}

@@ -456,6 +456,7 @@ def add_points(
 def band_to_put(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Band | None:
     """Return in which bands of a tensor rows of values are written that indices name."""
     x, indices, values = args[0], list(args[1]), args[2]
+    adds = args[3] if len(args) > 3 else kwargs.get("accumulate", False)
     if not is_band(values) or any(map(is_mask, indices)):
         return None
     refresh(values)
@@ -471,7 +472,8 @@ def band_to_put(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Band | None:
     (dim,) = where.dims
     size, domain = x.shape[dim], x.domain
     entries = numbers_from_0(known(indices[dim], domain, size), size).cpu().flatten()
-    if backward_pass() >= 0 and domain.rows_read(index_key(entries, size)) is None:
+    is_gradient = adds and backward_pass() >= 0
+    if is_gradient and domain.rows_read(index_key(entries, size)) is None:
         return None  # the gradient of a table that all ranks have: a sum of parts
     _, band = flat_values(values, where)
     return band_of_rows(entries, band, at(band, dim, x.ndim), size, domain)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, final
 
+import torch
 from torch import Tensor
 
 from credit_dp.domain_parallel.exchange import RowRange
@@ -26,8 +27,7 @@ class DomainParallelStochasticDepth(RowLayer):
     Shapes:
         `(B, ...)`, with rows in any dimension except the first -> the same.
 
-    Raises:
-        UserError: `draws` is None in training: each rank would draw other numbers.
+    Without draws the first rank draws for all; a collective.
     """
 
     def __init__(self, layer: Any, *, manager: DomainParallelManager | None = None) -> None:
@@ -56,9 +56,11 @@ class DomainParallelStochasticDepth(RowLayer):
     def compute(self, x: Tensor, bands: Bands) -> Tensor:
         """Return the branches that are kept."""
         has_data = not (x.is_meta or isinstance(x, FakeTensor))  # a plan has no numbers to draw
-        if self.training and self.rate and self.draws is None and has_data:
-            raise UserError(
-                f"{type(self).__name__}: all ranks of a globe have to drop the same branches. "
-                "Call credit_dp.models.blocks.draw_stochastic_depths before each training step."
-            )
-        return self.global_forward(x)  # type: ignore[no-any-return]
+        if not (self.training and self.rate and self.draws is None and has_data):
+            return self.global_forward(x)  # type: ignore[no-any-return]
+        layer = self.__dict__["wrapped"]
+        layer.draws = self.manager.transport.all_gather(torch.rand(len(x), device=x.device))[0]
+        try:
+            return self.global_forward(x)  # type: ignore[no-any-return]
+        finally:
+            layer.draws = None

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from credit_dp.domain_parallel import DomainParallelManager
@@ -16,7 +19,7 @@ CHANNELS_LAST = (0, 2, 3, 1)
 
 
 def _linear(model, x):
-    return model.encoder.linear1(x.permute(CHANNELS_LAST))
+    return model.encoder.linear1(x.permute(CHANNELS_LAST).contiguous())
 
 
 def _without_gradients(model, x):
@@ -25,8 +28,15 @@ def _without_gradients(model, x):
 
 
 def _second(function, x):
-    x = x.permute(CHANNELS_LAST)
+    x = x.permute(CHANNELS_LAST).contiguous()
     return torch.autograd.grad(function(x).pow(3).sum(), x, create_graph=True)[0]
+
+
+def _added(x, weight):
+    """Write to a field that is not contiguous, of which torch has saved a copy."""
+    y = F.linear(x.permute(CHANNELS_LAST), weight)
+    x += y.permute(0, 3, 1, 2)
+    return x
 
 
 def _gradient(model, x):
@@ -46,7 +56,26 @@ FUNCTIONS = {
     "without gradients": lambda m, x: _without_gradients(m, x) + x.permute(CHANNELS_LAST),
     "gradient of a gradient": _gradient,
     "a function": lambda m, x: F.linear(x.permute(CHANNELS_LAST), m.matrix),
+    "twice": lambda m, x: _second(
+        lambda y: F.linear(F.linear(y, m.matrix, m.scale).sin(), m.matrix, m.scale), x
+    ),
+    "operands of each other": lambda m, x: _second(
+        lambda y: F.linear(y, m.matrix * y.mean(), (m.matrix * m.scale).sum(0)), x
+    ),
+    "penalty on a weight": lambda m, x: torch.autograd.grad(
+        F.linear(x.permute(CHANNELS_LAST).contiguous(), m.matrix, m.scale).sin().sum(),
+        [m.matrix, m.scale],
+        create_graph=True,
+    ),
+    "vectors": lambda m, x: F.linear(x.permute(CHANNELS_LAST).contiguous(), m.scale),
+    "bias for columns": lambda m, x: F.linear(
+        x.permute(CHANNELS_LAST).contiguous(), m.matrix, m.rows[:6, :1]
+    ),
+    "added to its field": lambda m, x: _added(x * 1, m.matrix),
     "norm": lambda m, x: F.layer_norm(x.permute(CHANNELS_LAST), (8,), m.scale, m.scale, 1e-3),
+    "norm by one parameter": lambda m, x: _second(
+        lambda y: F.layer_norm(y, (8,), m.scale, m.scale), x
+    ),
     "norm without weights": lambda m, x: F.layer_norm(x.permute(0, 2, 1, 3), (8, 6)) * x.mT.sum(),
     "norm of a norm": lambda m, x: F.layer_norm(
         F.layer_norm(x.mT, x.shape[2:3]).permute(CHANNELS_LAST), (8,), m.scale
@@ -89,7 +118,7 @@ class _OneLayer(nn.Module):
 
 def test_a_layer_is_one_node_as_long_as_its_model_computes_on_tensors_of_the_globe():
     model = _OneLayer()
-    x = torch.randn(1, 2, 4, 6)
+    x = torch.randn(1, 2, 4, 6, requires_grad=True)
     attach_domain(model, DomainParallelManager(1, 1), [tuple(x.shape)])
     model(x)
     with torch.no_grad():
@@ -103,3 +132,51 @@ def test_a_layer_is_one_node_as_long_as_its_model_computes_on_tensors_of_the_glo
     assert without_gradients == (None, None)
     assert "View" in seen[0]
     assert seen == plain
+
+
+class Doubled(TorchFunctionMode):
+    """Doubles linear functions."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        return result * 2 if func is F.linear else result
+
+
+class Tripled(torch.Tensor):
+    """Triples linear functions."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **(kwargs or {}))
+        return result * 3 if func is F.linear else result
+
+
+def _written(model, x):
+    x = x.permute(CHANNELS_LAST).contiguous()
+    bias = model.scale * 1
+    y = F.linear(x, model.matrix, bias)
+    bias.zero_()  # torch does not save it
+    return y
+
+
+def test_code_that_sees_functions_still_does():
+    def plain(m, x):
+        return F.linear(x.permute(CHANNELS_LAST).contiguous(), m.matrix)
+
+    def owned(m, x):
+        return F.linear(x.permute(CHANNELS_LAST).contiguous(), m.matrix.as_subclass(Tripled))
+
+    x = torch.randn(2, functions.CHANNELS, 5, 6, requires_grad=True)
+    for function, mode in ((owned, nullcontext()), (plain, Doubled())):
+        model = functions.Model(function)
+        with mode:
+            expected = model.outputs(x)[0]
+        attach_domain(model, DomainParallelManager(1, 1), [tuple(x.shape)])
+        with mode:
+            found = model.outputs(x)[0]
+        assert torch.allclose(found, expected)
+
+
+def test_what_torch_does_not_save_may_be_written_to():
+    functions.check(_written, (2, functions.CHANNELS, 13, 6), 3)

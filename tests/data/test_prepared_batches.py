@@ -12,7 +12,7 @@ from credit_dp.data.sampling import SampleSequence
 from credit_dp.data.setup import prepare_training_data
 from credit_dp.errors import UserError
 from tests.data import prepared_stores, stores
-from tests.tables import each
+from tests.tables import each, entry
 
 ROWS, COLUMNS, TRAIN = 13, 8, 8
 DATA = stores.dataset(ROWS, COLUMNS)
@@ -37,6 +37,53 @@ def settings(**changes):
         "variables": {"2m_temperature": VariableConfig(fill="mean")},
         "forcing": ["insolation", "solar", "day_of_year_sin"],
     } | changes
+
+
+CONFIGS = {
+    "all channels": {},
+    "another order, and channels that are left out": {
+        "prognostic": ["temperature", "2m_temperature"],
+        "diagnostic": ["geopotential"],
+        "levels": [1000, 500],
+    },
+    "units, transforms and fills": {
+        "variables": {
+            "2m_temperature": VariableConfig(fill=0.0, convert="degC->K"),
+            "geopotential": VariableConfig(convert="gpm->m2 s-2"),
+            "solar": VariableConfig(normalise="quantile"),
+        },
+        "forcing": ["solar"],
+        "limits": {"2m_temperature": None, "geopotential": None, "solar": None},
+    },
+    "no stored forcing": {"forcing": ["day_of_year_sin"]},
+    "no forcing": {"forcing": []},
+    "forcings only": {"prognostic": ["2m_temperature"], "diagnostic": [], "static": []},
+}
+
+
+BAND = slice(3, 9)
+
+
+@each("dtype", [torch.float32, torch.bfloat16])
+def test_batches_are_the_fields_normalised(path, dtype):
+    for name, changes in CONFIGS.items():
+        with entry(name):
+            ready = prepare_training_data(stores.config(path, **settings(**changes)))
+            store, normaliser = ready.store, Normaliser.of(ready, dtype)
+            sequence = SampleSequence(TRAIN - 1, 2, seed=3)
+            with Loader(ready, "train", BAND, sequence, dtype, prefetch=0) as loader:
+                batch = next(loader)
+            for sample, time in enumerate(batch.times):
+                at = int(np.flatnonzero(store.times == time)[0])
+                now, later = store.times[at : at + 1], store.times[at + 1 : at + 2]
+                outputs = store.read_channels(store.channels.output_channels, later, BAND)
+                expected = {
+                    "state": normaliser.normalise_outputs(store.read_states(now, BAND)),
+                    "target": normaliser.normalise_outputs(outputs),
+                    "forcing": normaliser.normalise_forcing(store.read_forcing(now, BAND)),
+                }
+                for part, fields in expected.items():
+                    assert torch.equal(getattr(batch, part)[sample], fields[0]), part
 
 
 @each("last_only, length", [(False, 1), (False, 3), (True, 3)])
@@ -155,3 +202,23 @@ def test_values_are_checked(path, tmp_path, case, last):
         first_batch(ready, slice(0, 5))
     first_batch(ready, slice(6, ROWS))  # other bands have no such value
     file.write_bytes(intact)
+
+
+def test_sums_over_a_step_are_read_from_all_its_times(tmp_path):
+    data = stores.dataset(12, 8).rename(solar="total_precipitation")
+    data["total_precipitation"] = abs(data["total_precipitation"]) / 1e5
+    data["total_precipitation"].attrs["units"] = "m"
+    path = prepared_stores.write(data, tmp_path / "sums.zarr")
+    names = {"diagnostic": ["total_precipitation"], "forcing": [], "step": "12h"}
+    ready = prepare_training_data(stores.config(path, **names))
+    with Loader(ready, "train", slice(0, 12), SampleSequence(2, 1), prefetch=0) as loader:
+        batch = next(loader)
+    end = int(np.flatnonzero(data["time"].values == batch.times[0])[0]) + 2
+    rain = data["total_precipitation"].values[end - 1 : end + 1].sum(0)
+    scaled = Normaliser.of(ready, torch.float32).normalise_outputs
+    place = [c.variable for c in ready.store.channels.output_channels].index("total_precipitation")
+    fields = ready.store.read_channels(
+        ready.store.channels.output_channels, data["time"].values[end : end + 1], slice(0, 12)
+    )
+    fields[0, place] = rain
+    assert torch.allclose(batch.target[0], scaled(fields)[0], rtol=1e-5)

@@ -39,6 +39,7 @@ from credit_dp.torch_private import (
 )
 
 aten = torch.ops.aten
+PLAIN = (Tensor, nn.Parameter)  # other types may compute functions in their own way
 
 
 class Layer(NamedTuple):
@@ -197,11 +198,6 @@ def _is_observed(x: Tensor) -> bool:
     )
 
 
-def _are_plain(*parameters: Tensor | None) -> bool:
-    """Return whether parameters are torch's own: others may compute functions in their own way."""
-    return all([p is None or type(p) in (Tensor, nn.Parameter) for p in parameters])
-
-
 # ---------------------------------------------------------------- linear layers
 
 
@@ -231,9 +227,14 @@ LINEAR = Layer(F.linear, aten.linear.default, lambda *args: args, False, _linear
 
 def linear(input: Any, weight: Any, bias: Any = None, **others: Any) -> Any:
     """Compute `F.linear`."""
-    is_usual = not others and _are_plain(weight, bias) and weight.ndim == 2 and weight.numel() > 0
+    are_usual = (
+        type(weight) in PLAIN
+        and weight.ndim == 2
+        and weight.numel() > 0
+        and (bias is None or (type(bias) in PLAIN and bias.ndim == 1))
+    )
     # Of other fields torch makes a copy, and saves that.
-    if is_usual and (bias is None or bias.ndim == 1) and input.is_contiguous():
+    if are_usual and not others and type(input) is BandTensor and input.is_contiguous():
         return call(LINEAR, input, weight, bias, (), 1)
     return F.linear(input, weight, bias, **others)
 
@@ -288,7 +289,7 @@ def layer_norm(
 ) -> Any:
     """Compute `F.layer_norm`."""
     are_numbers = type(eps) is float and {*map(type, normalized_shape)} == {int}
-    if are_numbers and _are_plain(weight, bias):
+    if are_numbers and all([p is None or type(p) in PLAIN for p in (weight, bias)]):
         shape = tuple(normalized_shape)
         return call(LAYER_NORM, input, weight, bias, (shape, eps), len(shape))
     return F.layer_norm(input, normalized_shape, weight, bias, eps)

@@ -27,7 +27,7 @@ class DomainParallelStochasticDepth(RowLayer):
     Shapes:
         `(B, ...)`, with rows in any dimension except the first -> the same.
 
-    Without draws the first rank draws for all; a collective.
+    Without draws the first rank draws for all: a collective, which plans do not count.
     """
 
     def __init__(self, layer: Any, *, manager: DomainParallelManager | None = None) -> None:

@@ -1,15 +1,20 @@
 """Requests that `prepare` refuses, and stores that it never overwrites."""
 
+import os
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from credit_dp.data.rechunk import copy_fields
 from credit_dp.data.rechunk.copy_fields import RechunkJob, RechunkRequest, WorkerConfig
+from credit_dp.data.rechunk.field_selection import FieldSelection
 from credit_dp.errors import UserError
 from tests.data.rechunk.requests import (
     StoppedError,
     before_the_end,
+    config,
     prepared,
     request,
     tree,
@@ -92,3 +97,54 @@ def test_another_request_does_not_resume(
         assert "out.zarr.partial" in str(refused.value), changes
         assert "overwrite=true" in str(refused.value), changes
     assert prepared(small, out, **OTHERS[0][0], overwrite=True).exists()
+
+
+def test_a_full_disk_is_refused_before_writing(
+    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free = shutil.disk_usage(tmp_path)._replace(free=100)
+    monkeypatch.setattr(copy_fields.shutil, "disk_usage", lambda folder: free)
+    with pytest.raises(UserError, match=r"GB are needed, 0.0 GB are free. Change out"):
+        prepared(small, tmp_path / "out.zarr")
+
+
+def test_a_disk_that_fills_up_is_one_line(
+    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(number: int) -> None:
+        raise OSError(28, "No space left on device", "fields/c.0.0.0.0")
+
+    of = RechunkJob(request(small, tmp_path / "out.zarr"))
+    with of.locked():
+        of.begin()
+        monkeypatch.setattr(os, "fsync", full)
+        with pytest.raises(UserError, match=r"No space left.*resumes where it stopped"):
+            of.write_missing(lambda times: None)
+    assert not list((tmp_path / "out.zarr.partial" / "fields").glob(".*"))
+
+
+def test_two_at_once_are_refused(small: Path, tmp_path: Path) -> None:
+    first, *others = (RechunkJob(request(small, tmp_path / "out.zarr")) for _ in range(3))
+    with first.locked():
+        for other in others:
+            with pytest.raises(UserError, match="another process is preparing it"):
+                with other.locked():
+                    pass
+
+
+def test_a_scheduler_needs_whole_paths(tmp_path: Path) -> None:
+    far = WorkerConfig(scheduler="tcp://127.0.0.1:9")
+    requested = RechunkRequest(
+        FieldSelection(config(Path("in.zarr"))), str(tmp_path / "x.zarr"), workers=far
+    )
+    with pytest.raises(UserError, match=r"need an absolute path, got in\.zarr"):
+        RechunkJob(requested)
+
+
+@pytest.mark.slow
+def test_a_missing_scheduler_is_one_line(
+    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("credit_dp.data.streaming.CONNECT_SECONDS", 1)
+    with pytest.raises(UserError, match=r"no dask scheduler answers at tcp://127.0.0.1:9"):
+        prepared(small, tmp_path / "x.zarr", workers=WorkerConfig(scheduler="tcp://127.0.0.1:9"))

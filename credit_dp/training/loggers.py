@@ -39,14 +39,7 @@ class Sink(Protocol):
         """Log the final metrics of a run."""
 
     def close(self, failed: bool) -> None:
-        """Finish writing; nothing is logged after that.
-
-        Args:
-            failed: whether the run ends with an error, or was interrupted.
-        """
-
-
-INTERRUPT_TIMEOUT = 5.0  # seconds that an interrupted run waits for each tracker
+        """Finish writing; the run has `failed` if it ends with an error, or was interrupted."""
 
 
 @final
@@ -70,11 +63,7 @@ class Tracker:
         return self
 
     def __exit__(self, kind: object, error: object, traceback: object) -> None:
-        # KeyboardInterrupt and SystemExit are no `Exception`: the user wants the run to end now.
-        interrupted = error is not None and not isinstance(error, Exception)
         for sink in self.sinks:
-            if interrupted and isinstance(sink, BackgroundSink):
-                sink.timeout = min(sink.timeout, INTERRUPT_TIMEOUT)
             sink.close(failed=error is not None)
 
 
@@ -84,11 +73,9 @@ def open_tracker(
     """Open the tracker of one rank: rank 0 logs, the others do nothing.
 
     Args:
-        config: of the logger.
         log: the CSV file, in the run's folder.
         step: the last step before training starts; 0 for a new run.
         run_config: the config of the run, for wandb and mlflow.
-        rank: of this process.
 
     Raises:
         UserError: `logger.wandb=online` without a key, or a tracker's package is not installed.
@@ -117,7 +104,6 @@ def open_tracker(
     return Tracker([CsvLog(log, step), *sinks])
 
 
-QUEUE_SIZE = 1000  # logged steps that may wait for a tracker
 CLOSE_TIMEOUT = 60.0  # seconds that the end of a run waits for a tracker
 
 logger = logging.getLogger(__name__)
@@ -129,28 +115,19 @@ Task = Callable[[Sink], None]
 class BackgroundSink:
     """Passes metrics to a tracker in a thread, so that training never waits for it.
 
-    Any error of the tracker gives one warning; after that the tracker is disabled.
+    An error of the tracker is one warning, after which it gets nothing more. So is one that is not
+    done `timeout` seconds after the end of the run.
 
     Args:
-        name: of the tracker, for messages.
-        start: opens the tracker; called in the thread.
-        queue_size: see `QUEUE_SIZE`.
-        timeout: seconds that `close` waits; None: `CLOSE_TIMEOUT`.
+        start: opens the tracker; called in the thread, as importing a tracker takes seconds.
     """
 
-    def __init__(
-        self,
-        name: str,
-        start: Callable[[], Sink],
-        queue_size: int = QUEUE_SIZE,
-        timeout: float | None = None,
-    ) -> None:
+    def __init__(self, name: str, start: Callable[[], Sink], timeout: float | None = None) -> None:
         self.name = name
         self.timeout = CLOSE_TIMEOUT if timeout is None else timeout
-        self._tasks: queue.Queue[Task | None] = queue.Queue(queue_size)
-        self._disable_lock = threading.Lock()
-        self._disabled = False
+        self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
         self._failed = False
+        # A daemon: the interpreter does not wait for one that hangs.
         self.thread = threading.Thread(target=self._run_sink, args=(start,), name=name, daemon=True)
         self.thread.start()
 
@@ -168,47 +145,32 @@ class BackgroundSink:
         """Let the tracker finish, and wait for it until the timeout."""
         self._failed = failed
         self.submit(None)  # tells the thread to close the tracker
-        if self._disabled:
-            return
         self.thread.join(self.timeout)
         if self.thread.is_alive():
-            self._disable(f"not done after {self.timeout:g} s")
+            logger.warning("%s: given up, as it is not done after %g s.", self.name, self.timeout)
 
     def submit(self, task: Task | None) -> None:
-        """Let the thread do a task; None closes the tracker."""
-        if self._disabled:
-            return
-        try:
-            self._tasks.put_nowait(task)
-        except queue.Full:
-            self._disable("it hangs")
+        """Let the thread do a task, unless the tracker has failed; None closes the tracker."""
+        if self.thread.is_alive():
+            self._tasks.put(task)
 
     def _run_sink(self, start: Callable[[], Sink]) -> None:
         try:
             sink = start()
-        except Exception as error:  # noqa: BLE001 - no error of a tracker ends a run
-            self._disable(one_line_error(error))
-            return
-        try:
-            while (task := self._tasks.get()) is not None:
-                task(sink)
+            try:
+                while (task := self._tasks.get()) is not None:
+                    task(sink)
+            except Exception:
+                with contextlib.suppress(Exception):
+                    sink.close(self._failed)
+                raise
             sink.close(self._failed)
-        except Exception as error:  # noqa: BLE001 - as above
-            self._disable(one_line_error(error))
-            with contextlib.suppress(Exception):
-                sink.close(self._failed)
-
-    def _disable(self, reason: str) -> None:
-        """Disable the tracker with a warning, unless it is disabled already."""
-        # The tracker's thread and the training thread may both find a problem: one of them warns.
-        with self._disable_lock:
-            if not self._disabled:
-                logger.warning(
-                    "%s: disabled for the rest of the run (%s). Training continues.",
-                    self.name,
-                    reason,
-                )
-            self._disabled = True
+        except Exception as error:  # noqa: BLE001 - no error of a tracker ends a run
+            logger.warning(
+                "%s: disabled for the rest of the run (%s). Training continues.",
+                self.name,
+                one_line_error(error),
+            )
 
 
 def one_line_error(error: Exception) -> str:
@@ -233,9 +195,7 @@ class CsvLog:
     Rows that can't be written, for instance because the disk is full, are lost: the first one gives
     a warning, and another one at the end says how many are missing.
 
-    Args:
-        path: of the file.
-        step: the last step before training starts; 0 starts a new file.
+    Rows up to `step` are kept; 0 starts a new file.
     """
 
     def __init__(self, path: Path, step: int) -> None:
@@ -334,13 +294,6 @@ class WandbLog:
     """A Weights & Biases run, stored in the run's folder; offline unless `mode` is `online`.
 
     Its id is stored there, too: a training run that is resumed continues the same wandb run.
-
-    Args:
-        mode: `online`; offline otherwise.
-        project: of wandb.
-        folder: of the training run.
-        step: the last step before training starts; 0 for a new run.
-        config: the config of the training run.
     """
 
     def __init__(
@@ -438,10 +391,6 @@ class TensorBoardLog:
 
     If a run is resumed, TensorBoard hides the values of later steps in earlier files, because these
     steps are repeated.
-
-    Args:
-        folder: of the files; those of earlier runs stay.
-        step: the last step before training starts; 0 for a new run.
     """
 
     def __init__(self, folder: Path, step: int) -> None:
@@ -481,9 +430,7 @@ class MlflowLog:
     Args:
         address: a folder, or the address of a server, `http://...`.
         project: name of MLflow's experiment.
-        folder: of the training run.
-        step: the last step before training starts; 0 for a new run.
-        config: of the training run; each key becomes a parameter.
+        config: each key becomes a parameter.
         is_shared: whether other runs may use the address, too.
     """
 

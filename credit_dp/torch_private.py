@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
 
 import torch
 import torch.utils.checkpoint
-from torch import Tensor, UntypedStorage, nn
+from torch import Tensor, nn
 from torch._C._dynamo.eval_frame import (
     _FrameAction,
     _FrameExecStrategy,
@@ -34,7 +34,6 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
     UnsupportedOperatorException,
 )
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.dropout import _DropoutNd as DropoutNd
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -152,19 +151,6 @@ def version_of(x: Tensor) -> int:
 def is_view(x: Tensor) -> bool:
     """Return whether autograd takes a tensor for a view of another one."""
     return x._is_view()
-
-
-def storage_key(storage: UntypedStorage) -> int:
-    """Return what no other storage has as long as there is a `StorageWeakRef` of this one."""
-    key: int = storage._cdata
-    return key
-
-
-def storage_of(reference: StorageWeakRef) -> UntypedStorage | None:
-    """Return the storage of a weak reference; None if there is none any more."""
-    if reference.expired():  # type: ignore[no-untyped-call]
-        return None
-    return UntypedStorage._new_with_weak_ptr(reference.cdata)
 
 
 def gradient_hooks(x: Tensor) -> dict[int, Any]:
@@ -488,16 +474,6 @@ def gloo_options(group: ProcessGroup, timeout: timedelta) -> Any:
 def never_measure(model: nn.parallel.DistributedDataParallel) -> None:
     """Let DDP not measure forward passes, as it does once in a hundred."""
     model._set_ddp_runtime_logging_sample_rate(2**31 - 1)  # type: ignore[no-untyped-call]
-
-
-def shard_of(parameter: Any) -> tuple[slice, ...]:
-    """Return which entries of a complete parameter this rank's shard of a `DTensor` has."""
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-    shape, offsets = compute_local_shape_and_global_offset(
-        parameter.shape, parameter.device_mesh, parameter.placements
-    )
-    return tuple(slice(at, at + size) for at, size in zip(offsets, shape, strict=True))
 
 
 # ---------------------------------------------------------------- optimization

@@ -16,7 +16,6 @@ import pytest
 import torch
 import torch.utils.checkpoint
 from torch import Tensor, distributed, nn
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.lr_scheduler import LambdaLR
 from torch.overrides import TorchFunctionMode
 
@@ -90,11 +89,8 @@ from credit_dp.torch_private import (
     running_node_number,
     schema_of,
     set_schedule,
-    shard_of,
     share_kind_of_backward_hooks,
     show_as_parameter,
-    storage_key,
-    storage_of,
     takes_kwargs,
     takes_kwargs_after,
     timeout_of,
@@ -391,20 +387,6 @@ def test_memory_would_be_counted_twice():
     with FakeTensorMode():
         fake = torch.zeros(4)
         assert fake.untyped_storage() is fake[1:].untyped_storage()
-
-
-def test_released_weights_would_not_be_found():
-    x = torch.zeros(4)
-    key, reference = storage_key(x.untyped_storage()), StorageWeakRef(x.untyped_storage())
-    assert storage_key(x[1:].untyped_storage()) == key
-    found = storage_of(reference)
-    assert found is not None
-    found.resize_(0)
-    assert x.untyped_storage().nbytes() == 0
-    del x, found
-    assert storage_of(reference) is None
-    others = [torch.zeros(4) for _ in range(100)]
-    assert key not in {storage_key(other.untyped_storage()) for other in others}
 
 
 def test_a_plan_would_not_say_why_it_fails():
@@ -772,20 +754,6 @@ def test_ddp_would_measure_passes_in_a_cuda_graph(gloo):
     never_measure(model)
     model(torch.ones(1)).backward()
     assert model.module.weight.grad.tolist() == [[1]]
-
-
-def test_shards_would_start_with_values_of_others():
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Shard
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    distributed.init_process_group("fake", store=FakeStore(), rank=1, world_size=3)
-    try:
-        mesh = init_device_mesh("cpu", (3,))
-        placed = SimpleNamespace(shape=(7, 2), device_mesh=mesh, placements=(Shard(0),))
-        assert shard_of(placed) == (slice(3, 6), slice(0, 2))
-    finally:
-        distributed.destroy_process_group()
 
 
 # ---------------------------------------------------------------- optimization

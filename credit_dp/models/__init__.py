@@ -76,6 +76,16 @@ def build_model(config: ModelConfig, fields: Fields, grid: tuple[int, int]) -> n
     )
 
 
+def build_on_meta(config: ModelConfig, fields: Fields, grid: tuple[int, int]) -> nn.Module:
+    """Return the model of a config on the meta device: its tensors have shapes and no values."""
+    try:
+        with torch.device("meta"):
+            return build_model(config, fields, grid)
+    except Exception:  # noqa: BLE001 - of code that is carried out again
+        # Some constructors read values of tensors, which meta tensors don't have.
+        return build_model(config, fields, grid).to("meta")
+
+
 def cast_model(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     """Convert the numbers of a model to a dtype, in place; complex ones to pairs of it.
 

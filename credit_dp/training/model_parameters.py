@@ -16,7 +16,6 @@ from credit_dp.config import Config, ModelConfig, MuonConfig, OwnModelConfig, So
 from credit_dp.domain_parallel.planning.model_plan import check_model
 from credit_dp.errors import UserError
 from credit_dp.fields import Fields
-from credit_dp.models.initial_weights import InitialWeights
 
 
 def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
@@ -79,15 +78,10 @@ def _no_values_error(name: str) -> UserError:
     )
 
 
-def check_has_values(model: nn.Module, weights: InitialWeights | None) -> None:
-    """Refuse parameters and buffers without values: their shards would be what memory held before.
-
-    Args:
-        model: as it was built.
-        weights: of its parameters that are on the meta device for now; None without any.
-    """
+def check_has_values(model: nn.Module) -> None:
+    """Refuse parameters and buffers without values."""
     for name, x in (*model.named_parameters(), *model.named_buffers()):
-        if is_lazy(x) or (x.is_meta and (weights is None or name not in weights)):
+        if is_lazy(x) or x.is_meta:
             raise _no_values_error(name)
 
 

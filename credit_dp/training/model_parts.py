@@ -1,11 +1,10 @@
 """Builds this rank's parts of the model, the same on every mesh: `build_model_parts`.
 
-1. Build the complete model on every rank from the same seed, and freeze parameters. If FSDP2 is to
-   shard the parameters, they stay without data for now.
+1. Build the complete model on every rank from the same seed, in the host's memory, and freeze
+   parameters.
 2. Convert its layers to work on this rank's band of rows (`shard_model`); with a pipeline, also cut
    it into stages.
-3. Move it to the device, and shard its parameters with FSDP2 if the config says so. Each rank then
-   computes its shards of the initial weights.
+3. Move it to the device. With FSDP2, block by block, of which a rank keeps its shards.
 4. Checkpoint the activations of its blocks, enable autocast and compile.
 
 DDP and checkpointing of whole steps wrap the model only where gradients are computed
@@ -16,9 +15,8 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import TYPE_CHECKING, Any, final
 
 import torch
@@ -49,7 +47,6 @@ from credit_dp.models.blocks import (
     keep_draws,
     number_stochastic_depths,
 )
-from credit_dp.models.initial_weights import InitialWeights, build_without_weights
 from credit_dp.pipeline_parallel.module_placement import place_model
 from credit_dp.pipeline_parallel.stages import Stage, cut_model, segment_costs, stage_slices
 from credit_dp.random_streams import random_seed, seed_python
@@ -72,11 +69,7 @@ from credit_dp.training.model_parameters import (
     check_planned_model,
     freeze,
 )
-from credit_dp.training.parameter_shards import (
-    fill_shards,
-    fsdp_mesh,
-    shard_parameters,
-)
+from credit_dp.training.parameter_shards import fsdp_mesh, shard_parameters
 
 if TYPE_CHECKING:
     from credit_dp.pipeline_parallel.pipeline import Pipeline
@@ -242,12 +235,11 @@ def build_network(
     parallel = config.parallel
     mesh = fsdp_mesh(manager) if parallel.data_mode == "fsdp2" else None
     fields = store.channels.fields(config.model.frames, config.model.denoises)
-    build = partial(build_model, config.model, fields, store.grid)
     # Every rank draws the complete model from the same seed, so that no weights are sent.
     torch.manual_seed(config.seed)
     seed_python(random_seed(config.seed))  # plans of models that draw by them are then alike
-    model, weights = (build(), None) if mesh is None else _build_for_shards(build, config.seed)
-    check_has_values(model, weights)
+    model = build_model(config.model, fields, store.grid)
+    check_has_values(model)
     check_planned_model(model, config.model, fields, store.grid)
     # Before the model is cut: layers are numbered, and patterns matched, over the complete model.
     number_stochastic_depths(model)
@@ -264,7 +256,7 @@ def build_network(
         model = cast_model(model, like.dtype)
         stages = _build_stages(model, parallel, manager, shape)
         for stage in stages:
-            _move_and_shard(stage.module, mesh, parallel, like, weights)
+            _move_and_shard(stage.module, mesh, parallel, like)
             _enable_configured_autocast(stage.module, config.trainer, like)
         pipeline = Pipeline(stages, manager, parallel.schedule, microbatches_per_step(config))
         return ModelParts(pipeline.stage_modules, pipeline)
@@ -276,7 +268,7 @@ def build_network(
     model = cast_model(model, like.dtype)
     model = shard_model(model, manager, shape, parallel.whole_ops, parallel.whole_ops_limit)
     _set_loss_factor(model, manager)
-    _move_and_shard(model, mesh, parallel, like, weights)
+    _move_and_shard(model, mesh, parallel, like)
     model = place_model(model, parallel.layout, first_gpu)
     if config.trainer.checkpoint_activations == "blocks":
         checkpoint_modules(model, blocks, keep_draws)
@@ -318,40 +310,17 @@ def _set_loss_factor(part: nn.Module, manager: DomainParallelManager) -> None:
         domain.loss_factor = manager.ranks_per_sample
 
 
-def _build_for_shards(
-    build: Callable[[], nn.Module], seed: int
-) -> tuple[nn.Module, InitialWeights | None]:
-    """Build a model of which a rank is going to hold shards, as far as possible without weights."""
-    try:
-        return build_without_weights(build)
-    except Exception as error:  # noqa: BLE001 - of code that is carried out again
-        torch.manual_seed(seed)
-        model = build()
-        logger.warning(
-            "parallel.data_mode: each rank builds the complete model before it keeps its shards, "
-            "as initial weights can't be computed one by one (%s)",
-            " ".join(str(error).split()),
-        )
-        return model, None
-
-
 def _move_and_shard(
     part: nn.Module,
     mesh: DeviceMesh | None,
     parallel: ParallelConfig,
     like: Tensor,
-    weights: InitialWeights | None,
 ) -> None:
-    """Move a part to its device, and shard its parameters over the `mesh`, if there is one.
-
-    Parameters on the meta device get shards of these weights.
-    """
-    if mesh is None or not parallel.cpu_offload:  # offloaded parameters stay in the host's memory
-        apply_to_tensors(part, lambda x: x if x.is_meta else x.to(like.device))
-    if mesh is not None:
+    """Move a part to its device, or have FSDP2 move and shard it over the `mesh`."""
+    if mesh is None:
+        apply_to_tensors(part, lambda x: x.to(like.device))
+    else:
         shard_parameters(part, mesh, parallel, like.dtype)
-    if weights is not None:
-        fill_shards(part, weights, torch.device("cpu") if parallel.cpu_offload else like.device)
 
 
 def _enable_configured_autocast(part: nn.Module, trainer: TrainerConfig, like: Tensor) -> None:

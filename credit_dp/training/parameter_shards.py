@@ -1,8 +1,7 @@
 """Shards parameters with FSDP2 over ranks that hold the same stage: all of its replicas.
 
-`shard_parameters` is called on the converted model, whose parameters may be on the meta device.
-Each block of a segmented model is one FSDP unit, which is gathered while it computes; the rest of
-the model is another one. `fill_shards` then gives the shards their initial values.
+`shard_parameters` is called on the converted model in the host's memory. Each block of a segmented
+model is one FSDP unit, which is gathered while it computes; the rest of the model is another one.
 """
 
 from __future__ import annotations
@@ -21,9 +20,7 @@ from credit_dp.distributed.process_groups import new_mesh
 from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.domain_parallel.layers.base import RowLayer
 from credit_dp.errors import UserError
-from credit_dp.models.initial_weights import InitialWeights
 from credit_dp.models.segments import SegmentedModel
-from credit_dp.torch_private import apply_to_tensors, shard_of
 
 # Torch's FSDP modules take a second to import: only runs with fsdp2 import them.
 if TYPE_CHECKING:
@@ -49,7 +46,8 @@ def shard_parameters(
 ) -> None:
     """Shard the parameters of a model, or of a pipeline stage, over the ranks of a mesh, in place.
 
-    Blocks are gathered one at a time while they compute; all other parameters are gathered at once.
+    Units are moved to the device of the mesh one at a time; a rank keeps its shards there. Blocks
+    are gathered one at a time while they compute; all other parameters are gathered at once.
     Gradients are averaged over the ranks, as DDP does.
 
     Args:
@@ -83,23 +81,6 @@ def shard_parameters(
     for block in fsdp_blocks(part):
         fully_shard(block, mesh=mesh, mp_policy=policy, offload_policy=offload)
     fully_shard(part, mesh=mesh, mp_policy=root_policy, offload_policy=offload)
-
-
-@torch.no_grad()
-def fill_shards(part: nn.Module, weights: InitialWeights, device: torch.device) -> None:
-    """Give the shards on the meta device their memory and initial values, in place.
-
-    One parameter at a time is held complete, in the host's memory.
-
-    Args:
-        part: see `shard_parameters`, after which this is called.
-        weights: of the complete model.
-        device: of the shards.
-    """
-    apply_to_tensors(part, lambda x: torch.empty_like(x, device=device) if x.is_meta else x)
-    for name, parameter in part.named_parameters():
-        if name in weights and is_dtensor(parameter):
-            parameter.to_local().copy_(weights.value(name)[shard_of(parameter)])
 
 
 def fsdp_blocks(part: nn.Module) -> list[nn.Module]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import math
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple, final
 
@@ -27,8 +26,7 @@ from credit_dp.data.setup import expected_channels, expected_grid
 from credit_dp.data.store import Store
 from credit_dp.errors import UserError, counted
 from credit_dp.fields import Fields
-from credit_dp.models import build_model
-from credit_dp.models.initial_weights import build_on_meta
+from credit_dp.models import build_on_meta
 from credit_dp.physics.columns import hybrid_of
 from credit_dp.physics.fixers import bounded_channels, check_budgets, has_budgets
 from credit_dp.training.augmentation import check_augmentation
@@ -193,7 +191,7 @@ def planned_model(config: Config, fields: Fields, grid: tuple[int, int]) -> nn.M
         UserError: it does not fit the grid or the variables, returns another shape, or a pattern
             matches no parameter.
     """
-    model = build_on_meta(partial(build_model, config.model, fields, grid))
+    model = build_on_meta(config.model, fields, grid)
     check_planned_model(model, config.model, fields, grid)
     check_parameter_patterns(model, config)
     return model

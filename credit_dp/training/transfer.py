@@ -10,7 +10,6 @@ of each tensor that depend on the channels, `match_tensor` compares them with th
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, final
 
@@ -29,8 +28,7 @@ from credit_dp.distributed.collectives import (
 )
 from credit_dp.errors import UserError
 from credit_dp.fields import Fields
-from credit_dp.models import build_model
-from credit_dp.models.initial_weights import build_on_meta
+from credit_dp.models import build_on_meta
 from credit_dp.training.checkpoint import TensorTable, check_model_shapes, model_shapes
 from credit_dp.training.checkpoint_shards import Checkpoint, Shape
 from credit_dp.training.data_description import (
@@ -307,7 +305,7 @@ def state_dict_shapes(
 ) -> dict[str, tuple[int, ...]]:
     """Return the shapes of a model's saved tensors, without allocating them."""
     with torch.random.fork_rng(devices=[]):
-        model = build_on_meta(partial(build_model, config, fields, grid))
+        model = build_on_meta(config, fields, grid)
     saved: dict[str, Any] = model.state_dict()
     return {name: tuple(x.shape) for name, x in saved.items() if isinstance(x, torch.Tensor)}
 

@@ -10,22 +10,16 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.distributed import destroy_process_group, init_process_group
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
-from credit_dp.config import Config, OwnModelConfig, ParallelConfig, UNetConfig
+from credit_dp.config import Config, OwnModelConfig, ParallelConfig
 from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.models.segments import Segment, SegmentedModel
-from credit_dp.training import model_parts
 from credit_dp.training.model_parameters import check_has_values
 from credit_dp.training.parameter_shards import fsdp_mesh, shard_parameters, shards_of
 from credit_dp.training.replicas import check_replicas
-from tests.data import stores
 from tests.ranks import on_processes
 from tests.tier_cases import tiers
 from tests.training.meshes import (
@@ -287,9 +281,7 @@ class CuriousConfig(OwnModelConfig):
 
 def initial_weights(manager: DomainParallelManager, config: Config) -> Trajectory:
     """Return the weights before the first step, and a number for the state of the random ones."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("credit_dp.models.initial_weights.KEPT_BYTES", 0)
-        training = built(config, manager)
+    training = built(config, manager)
     state = training.trainer.state
     # Frozen or not, each is a parameter on this device, of which the optimizer updates the shards.
     assert all(not p.is_meta for p in state.parameters.values())
@@ -330,76 +322,12 @@ def test_shards_start_with_the_bits_of_one_process(tmp_path, config, model, mesh
         assert np.array_equal(weight, wanted[name]), name
 
 
-class HeldBytes(TorchDispatchMode):
-    """Counts the bytes of all tensors that operations have made and that are there at once."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.largest = 0
-        self._storages: dict[int, StorageWeakRef] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for x in tree_leaves(result):
-            if type(x) in (torch.Tensor, nn.Parameter) and x.is_cpu:
-                self._storages[x.untyped_storage()._cdata] = StorageWeakRef(x.untyped_storage())
-        # Not by their sizes when they were made: released memory counts no longer.
-        self._storages = {k: ref for k, ref in self._storages.items() if not ref.expired()}
-        held = (torch.UntypedStorage._new_with_weak_ptr(r.cdata) for r in self._storages.values())
-        self.largest = max(self.largest, sum(s.nbytes() for s in held if s is not None))
-        return result
-
-
-def held_while_built(config: Config, mode: str) -> tuple[int, list[int]]:
-    """Return the bytes held at once while the first of 64 ranks starts, and its parameters'."""
-    parallel = ParallelConfig(data=64, data_mode=mode)
-    data = replace(config.data, batch_size=64, dates=replace(config.data.dates, train=LONG))
-    init_process_group("fake", store=FakeStore(), rank=0, world_size=64)
-    try:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("credit_dp.models.initial_weights.KEPT_BYTES", 0)
-            with HeldBytes() as held:
-                training = built(
-                    replace(config, data=data, parallel=parallel), DomainParallelManager(64, 1)
-                )
-        return held.largest, [p.nbytes for p in training.trainer.state.parameters.values()]
-    finally:
-        destroy_process_group()
-
-
-@pytest.mark.slow
-def test_a_rank_starts_without_holding_the_model(tmp_path):
-    path = stores.write(stores.dataset(17, 8, 80), tmp_path / "store.zarr", chunks={"time": 20})
-    model = UNetConfig(channels=[32, 64, 128], blocks=2, groups=4)
-    config = make_config(path, tmp_path, model, dtype="float32")
-    held, sizes = held_while_built(config, "fsdp2")
-    # Its shards, one parameter that is drawn and the one before it, and what is small.
-    assert held < sum(sizes) / 64 + 2.5 * max(sizes) < 0.4 * sum(sizes)
-    assert held_while_built(config, "ddp")[0] > sum(sizes)
-
-
 def test_parameters_without_values_are_refused():
     for last in (nn.Linear(2, 2, device="meta"), nn.LazyLinear(2)):
 
         def model(last: nn.Module = last) -> nn.Module:
             return nn.Sequential(nn.Linear(2, 2), copy.deepcopy(last))
 
-        for parts in ((model(), None), model_parts._build_for_shards(model, 4)):
-            line = refusal(check_has_values, *parts)
-            assert re.match("model: 1.weight has no values: .* Give it its size", line)
-    check_has_values(*model_parts._build_for_shards(lambda: nn.Linear(2, 2), 4))
-
-
-def test_a_model_that_cannot_be_recorded_is_built_as_usual(monkeypatch, caplog):
-    def fail(build: Any) -> Any:
-        build()  # draws
-        raise RuntimeError("no such operation")
-
-    monkeypatch.setattr(model_parts, "build_without_weights", fail)
-    torch.manual_seed(4)
-    wanted = nn.Linear(3, 3)
-    model, weights = model_parts._build_for_shards(lambda: nn.Linear(3, 3), 4)
-    assert weights is None
-    assert torch.equal(model.weight, wanted.weight)
-    assert "each rank builds the complete model" in caplog.text
-    assert "(no such operation)" in caplog.text
+        line = refusal(check_has_values, model())
+        assert re.match("model: 1.weight has no values: .* Give it its size", line)
+    check_has_values(nn.Linear(2, 2))

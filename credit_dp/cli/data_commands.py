@@ -42,7 +42,7 @@ from credit_dp.process import usable_cores
 
 if TYPE_CHECKING:
     from credit_dp.data.inspection import ChunkReport, StoreReport
-    from credit_dp.data.rechunk.copy_fields import RechunkEstimate, RechunkJob, RechunkRequest
+    from credit_dp.data.rechunk.copy_fields import PrepareJob, PrepareRequest
     from credit_dp.data.statistics import StatisticsRun
     from credit_dp.data.store import Store
     from credit_dp.data.streaming import PieceWorkers
@@ -395,52 +395,38 @@ def prepare(arguments: Sequence[str], program: str) -> int:
         return 0
     if parsed.json:
         raise UserError(f"{program}: has no --json. Leave it out.")
-    from credit_dp.data.rechunk.copy_fields import RechunkJob
-
-    job = RechunkJob(_request(parsed))
-    with job.locked():
-        _run_preparation(job, parsed.config)
-    return 0
-
-
-def _run_preparation(job: "RechunkJob", config: DataConfig) -> None:
     from rich.console import Console
 
+    from credit_dp.data.rechunk.copy_fields import PrepareJob
     from credit_dp.distributed.local import start_resource_tracker
     from credit_dp.training.console import Screen
 
     screen = Screen(Console(file=sys.stdout))
-    estimate = job.estimate()
-    screen.show(describe_preparation(job, estimate))
-    job.begin()
-    times = job.selected.shape[0]
-    written = 0
-    with screen.bar("preparing", times) as bar:
-        # The job reports the times that were just written; the bar shows the sum.
-        def on_written(new: int) -> None:
-            nonlocal written
-            written += new
-            bar(written)
-
-        start_resource_tracker()
-        with import_from_same_folders():  # of the processes that write
-            job.write_missing(on_written)
-    samples = job.verify()
-    job.finish()
+    job = PrepareJob(_request(parsed))
+    num_times = job.selected.shape[0]
+    with job.locked():
+        screen.show(describe_preparation(job))
+        with screen.bar("preparing", num_times, num_times - len(job.missing())) as bar:
+            start_resource_tracker()
+            with import_from_same_folders():  # of the processes that write
+                job.write(bar, functools.partial(start_worker, os.getpid()))
+        samples = job.verify()
+        job.finish()
     screen.show(
-        f"{job.target.out}: {counted(times, 'time')}, {samples} random samples equal to the "
-        f"store's. Train with {' '.join(training_keys(job, config))}"
+        f"{job.out}: {counted(num_times, 'time')}, {samples} random samples equal to the store's. "
+        f"Train with {' '.join(training_keys(job, parsed.config))}"
     )
+    return 0
 
 
-def training_keys(job: "RechunkJob", config: DataConfig) -> list[str]:
+def training_keys(job: "PrepareJob", config: DataConfig) -> list[str]:
     """Return the keys, for a shell, with which training reads what a job copied with a config."""
     from credit_dp.data.forcings import COMPUTED_STATICS
 
     preset = Composer("train").compose_config(["data=prepared", "data.store=none"]).data
     # Presets also name static fields that a store may lack.
     static = {*COMPUTED_STATICS, *job.selected.metadata.static}
-    keys = ["data=prepared", shell_argument("data.store", str(job.target.out))]
+    keys = ["data=prepared", shell_argument("data.store", str(job.out))]
     for role in ROLES:
         names, preset_names = (
             [name for name in getattr(each, role) if role != "static" or name in static]
@@ -462,20 +448,20 @@ def training_keys(job: "RechunkJob", config: DataConfig) -> list[str]:
     return keys
 
 
-def describe_preparation(job: "RechunkJob", estimate: "RechunkEstimate") -> str:
-    """Return what will be copied, and what it takes."""
+def describe_preparation(job: "PrepareJob") -> str:
+    """Return what will be copied, and the space that it takes."""
     selected = job.selected
     times, channels, height, columns = selected.shape
     lines = [
         f"{selected.metadata.origin}: {counted(times, 'time')} "
         f"({' to '.join(selected.calendar.short_text(x) for x in selected.times[[0, -1]])}), "
         f"{counted(channels, 'field')}, {height} x {columns}",
-        f"codec {job.codec}, {counted(job.chunk_rows, 'row')} in a chunk: "
-        f"{format_bytes(estimate.raw_bytes)} become about {format_bytes(estimate.stored_bytes)}, "
-        f"in about {format_duration(estimate.hours)}",
+        f"codec {job.request.codec}, {counted(job.chunk_rows, 'row')} in a chunk: "
+        f"{format_bytes(4 * math.prod(selected.shape))} become about "
+        f"{format_bytes(job.stored_bytes())}",
     ]
-    if job.resumed:
-        lines.append(f"resuming: {job.num_done} of {times} times are done")
+    if job.begun:
+        lines.append(f"resuming: {times - len(job.missing())} of {times} times are done")
     return "\n".join(lines)
 
 
@@ -486,35 +472,29 @@ def format_duration(hours: float) -> str:
     return f"{hours * 60:.1f} minutes" if hours * 60 >= 1 else f"{hours * 3600:.1f} seconds"
 
 
-def initialise_worker(parent: int) -> None:
-    """Set up a worker process: leave Ctrl-C and a lost terminal to the parent, and end with it."""
+def start_worker(parent: int) -> None:
+    """Leave Ctrl-C and a lost terminal to the parent of this process, and end with it."""
     forget_import_variables()
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     die_with_parent(parent)
 
 
-def _request(parsed: DataArguments) -> "RechunkRequest":
-    from credit_dp.data.rechunk.copy_fields import RechunkRequest, WorkerConfig
-    from credit_dp.data.rechunk.field_selection import FieldSelection
+def _request(parsed: DataArguments) -> "PrepareRequest":
+    from credit_dp.data.rechunk.copy_fields import PrepareRequest
 
     keys = parsed.command_keys
     if not keys["out"]:
         raise UserError("out: needs the path of the store to write. Give it, like out=era5.zarr.")
-    return RechunkRequest(
-        selection=FieldSelection(
-            config=parsed.config,
-            dates=_parse_dates(keys["dates"]),
-        ),
+    return PrepareRequest(
+        config=parsed.config,
         out=keys["out"],
+        dates=_parse_dates(keys["dates"]),
         domains=to_whole_numbers("domains", keys["domains"]),
         codec=keys["codec"],
         overwrite=keys["overwrite"],
-        workers=WorkerConfig(
-            count=keys["workers"] or usable_cores(),
-            scheduler=keys["scheduler"],
-            start=functools.partial(initialise_worker, os.getpid()),
-        ),
+        workers=keys["workers"] or usable_cores(),
+        scheduler=keys["scheduler"],
     )
 
 

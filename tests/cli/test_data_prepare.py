@@ -12,6 +12,7 @@ from credit_dp.data.sources.opening import open_source
 from credit_dp.data.sources.prepared import PreparedSource
 from tests.cli.invocation import answer, assert_refused
 from tests.data import stores
+from tests.data.rechunk.requests import tree
 
 PREPARE = ("data", "prepare")
 EXHAUSTIVE = pytest.mark.exhaustive
@@ -112,11 +113,17 @@ def test_refused_in_one_line(keys: list[str], tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_refuses_to_overwrite(monkeypatch: pytest.MonkeyPatch, keys: list[str]) -> None:
+def test_overwrites_only_if_it_may(
+    monkeypatch: pytest.MonkeyPatch, keys: list[str], tmp_path: Path
+) -> None:
     assert answer(monkeypatch, *PREPARE, *keys, program="")[0] == 0
-    assert_refused({"": "exists already"}, "data prepare", *keys)
-    code, said, _ = answer(monkeypatch, *PREPARE, *keys, "overwrite=true", program="")
+    before = tree(tmp_path / "out.zarr")
+    assert_refused({"": "exists already. Change out, or say overwrite=true"}, "data prepare", *keys)
+    assert tree(tmp_path / "out.zarr") == before
+    more = ("overwrite=true", "codec=none")
+    code, said, _ = answer(monkeypatch, *PREPARE, *keys, *more, program="")
     assert code == 0, said
+    assert tree(tmp_path / "out.zarr") != before
 
 
 def test_durations_have_one_unit() -> None:

@@ -10,8 +10,7 @@ import pytest
 import xarray as xr
 
 from credit_dp.config import VariableConfig
-from credit_dp.data.rechunk.copy_fields import RechunkJob, RechunkRequest
-from credit_dp.data.rechunk.field_selection import FieldSelection
+from credit_dp.data.rechunk.copy_fields import PrepareJob, PrepareRequest
 from credit_dp.data.store import Store
 from credit_dp.errors import UserError
 from tests.data import anemoi_stores, stores
@@ -162,11 +161,10 @@ def test_longer_sums_than_the_step_are_refused(tmp_path):
 
 def test_a_prepared_store_says_what_its_sums_are(tmp_path, caplog):
     opened(tmp_path, rain(1, 1))
-    selection = FieldSelection(config(tmp_path / "rain.zarr"))
-    job = RechunkJob(RechunkRequest(selection, str(tmp_path / "prepared.zarr"), (1, 2), "none"))
+    out = str(tmp_path / "prepared.zarr")
+    job = PrepareJob(PrepareRequest(config(tmp_path / "rain.zarr"), out, domains=(1, 2)))
     with job.locked():
-        job.begin()
-        job.write_missing(lambda count: None)
+        job.write(lambda count: None)
         job.finish()
     caplog.set_level(logging.INFO)
     caplog.clear()

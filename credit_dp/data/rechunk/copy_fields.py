@@ -1,391 +1,346 @@
-"""Copies fields into a prepared store: estimated, begun or resumed, written, verified, renamed.
+"""Copies fields into a prepared store, in parallel.
 
-`RechunkJob` is the whole sequence. Its work is cut into `RechunkTask`s, blocks of times that
-processes of this machine or the workers of a dask scheduler write independently. Tasks are safe to
-repeat: each writes only the shards that do not exist yet, and a shard that exists is complete (see
-`target.py`). So a job that was killed needs no journal to resume.
+`OUT.partial` is a store that is not complete yet. `PrepareJob` creates it with everything but its
+fields, has processes of this machine or the workers of a dask scheduler write the times that are
+missing, compares a sample with the source, and renames it to `OUT`. Each time is one file, which
+gets its name when it is complete: so a killed command leaves complete times, and the same command
+writes the others.
 """
 
 import json
+import os
 import shutil
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing import active_children, get_context
+from pathlib import Path
 from typing import Any, final
 
 import numpy as np
-import zarr
 
+from credit_dp import checks
 from credit_dp.bands import rows_touched
-from credit_dp.checks import expand_home, one_of
-from credit_dp.data.cache import fingerprint, lock_output
-from credit_dp.data.grid import FieldArray
-from credit_dp.data.rechunk.field_selection import FieldSelection, SelectedFields
-from credit_dp.data.rechunk.target import CODECS, RechunkTarget, stored_size
+from credit_dp.config import DataConfig
+from credit_dp.data.cache import clear_new, fingerprint, lock_output, new_path, remove_lock
+from credit_dp.data.rechunk.selected_fields import SelectedFields
+from credit_dp.data.rechunk.target import (
+    CODECS,
+    SETTINGS,
+    create_store,
+    open_fields,
+    read_attributes,
+    shard_name,
+    stored_size,
+)
+from credit_dp.data.sources.prepared import METADATA_ATTRIBUTE
 from credit_dp.data.streaming import connect_to_scheduler
 from credit_dp.errors import UserError
+from credit_dp.files import PARTIAL_SUFFIX, partial_path, remove_temporaries
 from credit_dp.random_streams import random_stream
 
 BLOCK_BYTES = 2**29  # of fields that a worker reads together
-MAX_TASKS = 1000  # approximately: each task opens the store once
-MAX_SETTING_LENGTH = 60  # characters of a setting in error messages
+MAX_TASKS = 1000  # each task opens the store once
+VERIFIED_TIMES = 16
 
-CountCallback = Callable[[int], None]  # is given the number of times that were written
-WorkerInitializer = Callable[[], None]  # runs first in a worker process
-
-
-@final
-@dataclass(frozen=True)
-class WorkerConfig:
-    """The workers that write a prepared store.
-
-    Attributes:
-        count: processes of this machine; with 1, the work is done in this process.
-        scheduler: address of a dask scheduler whose workers are used instead; or empty.
-        start: runs first in each process.
-    """
-
-    count: int = 1
-    scheduler: str = ""
-    start: WorkerInitializer | None = None
-
-
-ONE_PROCESS = WorkerConfig()
-
-
-CODEC = "codec"
-CHUNK_ROWS = "rows of a chunk (domains)"
+Callback = Callable[[int], None]  # is given a number of times
 
 
 @final
 @dataclass(frozen=True)
-class RechunkRequest:
-    """The settings of a rechunking job.
+class PrepareRequest:
+    """The keys of `credit-dp data prepare`.
 
     Attributes:
-        selection: the fields to copy.
+        config: store, variables, levels, step and units.
         out: path of the prepared store.
+        dates: the first and the last to copy; empty for all.
         domains: numbers of ranks whose bands the chunks should fit.
         codec: a key of `CODECS`.
         overwrite: whether a prepared store at `out` may be replaced.
-        workers: who writes.
+        workers: processes of this machine that write; with 1, this process does.
+        scheduler: address of a dask scheduler whose workers write instead; or empty.
     """
 
-    selection: FieldSelection
+    config: DataConfig
     out: str
-    domains: tuple[object, ...] = (1, 2, 4, 8)
+    dates: tuple[str, ...] = ()
+    domains: tuple[int, ...] = (1, 2, 4, 8)
     codec: str = "zstd"
     overwrite: bool = False
-    workers: WorkerConfig = ONE_PROCESS
+    workers: int = 1
+    scheduler: str = ""
 
 
 @final
-@dataclass(frozen=True)
-class RechunkEstimate:
-    """The estimated costs of a job.
+class PrepareJob:
+    """Writes one prepared store: call `write`, `verify` and `finish`, inside `locked`.
 
     Attributes:
-        raw_bytes, stored_bytes: of all fields, before and after compression.
-        remaining_bytes: still to be written.
-        hours: of work, with all workers busy.
-    """
-
-    raw_bytes: float
-    stored_bytes: float
-    remaining_bytes: float
-    hours: float
-
-
-@final
-class RechunkJob:
-    """Writes one prepared store.
-
-    Call `estimate`, `begin`, `write_missing`, `verify` and `finish` in this order, inside `locked`.
+        begun: whether `OUT.partial` exists with these settings.
 
     Raises:
         UserError: the request can't be met, naming the key to change.
     """
 
-    def __init__(self, request: RechunkRequest) -> None:
-        request.selection.check()
-        one_of("codec", request.codec, tuple(CODECS))
-        if request.workers.count < 1:
-            raise UserError(
-                f"workers: needs 1 or more, got {request.workers.count}. Change workers."
-            )
-        if request.workers.scheduler:
-            _check_absolute_paths(request.selection.config.stores)
-        self._request = request
-        self.target = RechunkTarget(request.out, request.overwrite)
-        self.selected = SelectedFields.open(request.selection)
+    def __init__(self, request: PrepareRequest) -> None:
+        if request.dates:
+            checks.date_range("dates", request.dates)
+        checks.one_of("codec", request.codec, tuple(CODECS))
+        if request.workers < 1:
+            raise UserError(f"workers: needs 1 or more, got {request.workers}. Change workers.")
+        if request.scheduler:
+            _check_absolute_paths(request.config.stores)
+        self.out = _output_path(request.out, request.overwrite)
+        self.partial = partial_path(self.out)
+        self.request = request
+        self.selected = SelectedFields(request.config, request.dates)
         height = self.selected.shape[2]
-        self.chunk_rows = choose_chunk_rows(height, check_domains(request.domains, height))
-        # Through JSON, as it is read back from a partial store: tuples become lists.
-        self._settings = json.loads(
-            json.dumps(
-                {**self.selected.settings(), CHUNK_ROWS: self.chunk_rows, CODEC: request.codec}
+        if not request.domains or not all(1 <= ranks <= height for ranks in request.domains):
+            raise UserError(
+                f"domains: needs numbers of ranks from 1 to {height}, the rows of the grid, "
+                f"got {list(request.domains)}. Change domains."
             )
-        )
-        self._previous_settings: Mapping[str, Any] | None = None
+        self.chunk_rows = choose_chunk_rows(height, request.domains)
+        settings = {
+            **self.selected.settings(),
+            "rows of a chunk (domains)": self.chunk_rows,
+            "codec": request.codec,
+        }
+        # Through JSON, as it is read back from a partial store: tuples become lists.
+        self._settings: Mapping[str, Any] = json.loads(json.dumps(settings))
+        self.begun = False
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Lock the target, so that no other process prepares the same store.
+        """Keep other processes from preparing the same store.
 
         Raises:
-            UserError: another process holds the lock, it can't be opened, or a partial store has
-                other settings.
+            UserError: one does already, the lock file can't be opened, or a partial store has other
+                settings.
         """
-        out = self.target.out
-        in_use = f"{out}: another process is preparing it. Wait for it, or change out."
-        self.target.settings()  # nothing is written to a folder that is something else
+        in_use = f"{self.out}: another process is preparing it. Wait for it, or change out."
+        self._can_resume()  # nothing is written to a folder that is something else
         with ExitStack() as stack:
-            try:
-                stack.enter_context(lock_output(out, in_use))
-            except OSError as error:
-                raise UserError(disk_error_message(error, str(out))) from error
-            self._previous_settings = self._check_resumable(self.target.settings())
+            with explain_disk_errors(self.out):
+                stack.enter_context(lock_output(self.out, in_use))
+            self.begun = self._can_resume()
             yield
 
-    @property
-    def codec(self) -> str:
-        """Return the name of what compresses chunks."""
-        return self._request.codec
+    def _can_resume(self) -> bool:
+        if not self.partial.exists():
+            return False
+        attributes = read_attributes(self.partial)
+        if SETTINGS not in attributes:
+            raise UserError(
+                f"{self.partial}: is not a partial prepared store. Move it, or change out."
+            )
+        before, now = attributes[SETTINGS], self._settings
+        different = [key for key in now if before.get(key) != now[key]]
+        if different and not self.request.overwrite:
+            key = different[0]
+            raise UserError(  # the settings may be long lists
+                f"{self.partial}: was begun with {key} {before.get(key)!s:.60}, now it is "
+                f"{now[key]!s:.60}. Use the same settings to resume, overwrite=true to start over, "
+                "or change out."
+            )
+        return not different
 
-    @property
-    def resumed(self) -> bool:
-        """Whether a partial store is continued."""
-        return self._previous_settings is not None
+    def missing(self) -> list[int]:
+        """Return the times that are not written yet."""
+        folder = self.partial / "fields"
+        written = {path.name for path in folder.glob("c.*")} if self.begun else ()
+        return [time for time in range(self.selected.shape[0]) if shard_name(time) not in written]
 
-    @property
-    def num_done(self) -> int:
-        """Return how many times are written."""
-        return self.selected.shape[0] - len(self._missing()) if self.resumed else 0
-
-    def estimate(self) -> RechunkEstimate:
-        """Read a block of times, and compress one of them.
-
-        Raises:
-            UserError: the store would not fit on the disk.
-        """
-        missing = self._missing() or [0]
-        block = next(
-            candidate
-            for candidate in time_blocks(self.selected)
-            if candidate[0] <= missing[0] < candidate[1]
-        )
-        start = time.perf_counter()
-        fields = self.selected.fields(*block)
-        read_seconds = (time.perf_counter() - start) / len(fields)
-        start = time.perf_counter()
-        stored = stored_size(fields[len(fields) // 2], self.chunk_rows, self._request.codec)
-        seconds = read_seconds + time.perf_counter() - start
-        times, remaining = self.selected.shape[0], len(self._missing())
-        # All workers read and compress; the disk is assumed to keep up.
-        estimate = RechunkEstimate(
-            raw_bytes=fields[0].nbytes * times,
-            stored_bytes=stored * times,
-            remaining_bytes=stored * remaining,
-            hours=remaining * seconds / self._workers / 3600,
-        )
-        self._check_space(estimate)
-        return estimate
-
-    def begin(self) -> None:
-        """Start a partial store, or clean up the one that is continued.
+    def stored_bytes(self) -> int:
+        """Compress one time; return about how many bytes all times take.
 
         Raises:
-            UserError: it can't be written.
+            UserError: those that are missing would not fit on the disk.
         """
-        try:
-            if self.resumed:
-                self.target.resume()
-            else:
-                self.target.begin(
-                    self.selected, self.chunk_rows, self._request.codec, self._settings
-                )
-        except OSError as error:
-            raise UserError(disk_error_message(error, str(self.target.out))) from error
+        missing = self.missing()
+        time = missing[0] if missing else 0
+        fields = self.selected.fields(time, time + 1)[0]
+        per_time = stored_size(fields, self.chunk_rows, self.request.codec)
+        needed, folder = per_time * len(missing), self.out.parent
+        free = shutil.disk_usage(folder).free
+        if needed > free:
+            raise UserError(
+                f"{folder}: about {needed / 1e9:.1f} GB are needed, {free / 1e9:.1f} GB are free. "
+                "Change out, dates, data.levels or data.step."
+            )
+        return per_time * self.selected.shape[0]
 
-    def write_missing(self, on_written: CountCallback) -> None:
-        """Write all missing times; existing times are reported to `on_written`, too."""
-        request = self._request
-        groups = group_blocks(time_blocks(self.selected), self._workers)
-        out = str(self.target.out)
-        tasks = [
-            RechunkTask(request.selection, out, request.overwrite, blocks) for blocks in groups
-        ]
-        remaining = []
-        for task in tasks:
-            if self.target.missing(task.blocks[0][0], task.blocks[-1][1]):
-                remaining.append(task)
-            else:
-                on_written(task.num_times)
-        run_tasks(remaining, request.workers, on_written)
+    def write(self, on_written: Callback, start_worker: Callable[[], None] | None = None) -> None:
+        """Write the missing times; `on_written` is told how many are written, all together.
+
+        Processes of this machine call `start_worker` first.
+
+        Raises:
+            UserError: one can't be read or written.
+        """
+        with explain_disk_errors(self.out):
+            self._begin()
+        missing = self.missing()
+        num_done = self.selected.shape[0] - len(missing)
+
+        def on_result(num_times: int) -> None:
+            nonlocal num_done
+            num_done += num_times
+            on_written(num_done)
+
+        request = self.request
+        write = partial(write_times, request.config, request.dates, self.partial)
+        tasks = [partial(write, blocks) for blocks in self._split(missing)]
+        if request.scheduler:
+            _run_distributed(tasks, request.scheduler, on_result)
+        elif request.workers > 1:
+            _run_in_processes(tasks, request.workers, start_worker, on_result)
+        else:
+            for task in tasks:
+                on_result(task())
+
+    def _begin(self) -> None:
+        """Create the partial store, or remove what a killed process left in the one there is."""
+        if self.begun:
+            remove_temporaries(self.partial / "fields")
+            return
+        if self.partial.exists():  # with other settings; the lock file in it is kept
+            shutil.rmtree(new_path(self.out), ignore_errors=True)
+            os.replace(self.partial, new_path(self.out))
+        new = clear_new(self.out)
+        create_store(new, self.selected, self.chunk_rows, self.request.codec, self._settings)
+        # Only now may the store be resumed: all but its fields is complete.
+        os.replace(new, self.partial)
+        self.begun = True
+
+    def _split(self, missing: Sequence[int]) -> list[list[list[int]]]:
+        """Split times into tasks of several blocks; the times of a block are read together."""
+        _, channels, height, columns = self.selected.shape
+        block_times = max(1, BLOCK_BYTES // (4 * channels * height * columns))
+        left = set(missing)
+        blocks = [sorted(left.intersection(range(*b))) for b in self.selected.blocks(block_times)]
+        blocks = [times for times in blocks if times]
+        size = max(1, -(-len(blocks) // MAX_TASKS))
+        return [blocks[start : start + size] for start in range(0, len(blocks), size)]
 
     def verify(self) -> int:
-        """Compare random samples with the source; return how many."""
-        # The seed is a hash of the settings: the same job compares the same samples.
-        return verify_samples(self.selected, self.target, int(fingerprint(self._settings), 16))
+        """Compare random rows of some times with the source; return of how many.
+
+        Reading them back also verifies the checksums of their chunks.
+
+        Raises:
+            UserError: a time is missing, damaged, or differs from the source.
+        """
+        num_times, _, height, _ = self.selected.shape
+        date_of = self.selected.calendar.text
+        if missing := self.missing():
+            date = date_of(self.selected.times[missing[0]])
+            raise UserError(f"{self.partial}: {date} is missing. Run the same command again.")
+        array = open_fields(self.partial)
+        # The same job compares the same samples.
+        random = random_stream(int(fingerprint(self._settings), 16))
+        times = np.sort(random.permutation(num_times)[:VERIFIED_TIMES])
+        for time in map(int, times):
+            first = int(random.integers(height))
+            stop = int(random.integers(first, height)) + 1
+            problem = ""
+            try:
+                written = np.asarray(array[time : time + 1, :, first:stop], np.float32)
+            except (OSError, ValueError, RuntimeError) as error:
+                problem = f"cannot be read ({error})"
+            else:
+                fields = self.selected.fields(time, time + 1, slice(first, stop))
+                # Bit by bit, including NaN and signs of zero.
+                if not np.array_equal(written.view(np.uint32), fields.view(np.uint32)):
+                    problem = "differ from what the store holds now"
+            if problem:
+                raise UserError(
+                    f"{self.partial}: rows {first} to {stop - 1} at "
+                    f"{date_of(self.selected.times[time])} {problem}. Check the disk and the "
+                    f"store, remove {self.partial}, and start again."
+                )
+        return len(times)
 
     def finish(self) -> None:
-        """Rename the complete store from `OUT.partial` to `OUT`."""
-        self.target.finish()
-
-    @property
-    def _workers(self) -> int:
-        return 1 if self._request.workers.scheduler else self._request.workers.count
-
-    def _missing(self) -> list[int]:
-        return self.target.missing(0, self.selected.shape[0])
-
-    def _check_resumable(self, previous: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
-        """Return the settings of a partial store that can be continued; None to start over."""
-        if previous is None:
-            return None
-        current = self._settings
-        different = [key for key in current if previous.get(key) != current[key]]
-        if not different:
-            return previous
-        if self._request.overwrite:
-            return None
-        key = different[0]
-        raise UserError(
-            f"{self.target.partial}: was begun with {key} {_short(previous.get(key))}, now it is "
-            f"{_short(current[key])}. Use the same settings to resume, overwrite=true to start "
-            "over, or change out."
-        )
-
-    def _check_space(self, estimate: RechunkEstimate) -> None:
-        folder = self.target.out.parent
-        free = shutil.disk_usage(folder).free
-        if estimate.remaining_bytes > free:
-            raise UserError(
-                f"{folder}: about {estimate.remaining_bytes / 1e9:.1f} GB are needed, "
-                f"{free / 1e9:.1f} GB are free. Change out, dates, data.levels or data.step."
-            )
+        """Give the complete store the name `OUT`, and remove a store that it replaces."""
+        # A folder can't replace another one in one rename: the old store makes way first.
+        old = self.out.with_name(f"{self.out.name}.old{PARTIAL_SUFFIX}")
+        if self.out.exists():
+            shutil.rmtree(old, ignore_errors=True)
+            os.replace(self.out, old)
+        os.replace(self.partial, self.out)
+        remove_lock(self.out)
+        shutil.rmtree(old, ignore_errors=True)
 
 
 def _check_absolute_paths(stores: Sequence[str]) -> None:
     """Refuse relative paths, which workers on other machines would resolve differently."""
     for store in stores:
-        if "://" not in store and not expand_home("data.store", store).is_absolute():
+        if "://" not in store and not checks.expand_home("data.store", store).is_absolute():
             raise UserError(
                 f"store: workers on another machine need an absolute path, got {store}. Change "
                 "data.store, or leave scheduler out."
             )
 
 
-def _short(value: object) -> str:
-    text = str(value)
-    return text if len(text) <= MAX_SETTING_LENGTH else f"{text[:MAX_SETTING_LENGTH]}..."
+def _output_path(out: str, overwrite: bool) -> Path:
+    """Return the absolute path of a store that may be written."""
+    if not out or "://" in out:
+        raise UserError(f"out: needs the path of a store to write, got {out!r}. Change out.")
+    path = checks.expand_home("out", out).absolute()
+    if not path.parent.is_dir():
+        raise UserError(f"{path.parent}: there is no such folder. Make it, or change out.")
+    is_prepared = METADATA_ATTRIBUTE in read_attributes(path)
+    if path.exists() and not (overwrite and is_prepared):
+        advice = ", or say overwrite=true" if is_prepared else ""
+        raise UserError(f"{path}: exists already. Change out{advice}.")
+    return path
 
 
-@final
-@dataclass(frozen=True)
-class RechunkTask:
-    """Writes adjacent blocks of times, `(first, stop)` each.
+@contextmanager
+def explain_disk_errors(path: Path) -> Iterator[None]:
+    """Turn an error of a disk that is full or gone into one line."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(
+            f"{error.filename or path}: cannot be written or read ({error.strerror or error}). "
+            "Fix this and run the same command again: it resumes where it stopped."
+        ) from error
 
-    A task is sent to other processes, so it holds a request, not open stores.
+
+def write_times(
+    config: DataConfig, dates: Sequence[str], store: Path, blocks: Sequence[Sequence[int]]
+) -> int:
+    """Copy blocks of times into a partial store; return how many times they have.
+
+    Other processes run this, so it gets what opens the source, not the open source.
     """
-
-    selection: FieldSelection
-    out: str
-    overwrite: bool
-    blocks: tuple[tuple[int, int], ...]
-
-    @property
-    def num_times(self) -> int:
-        """Return the number of times."""
-        return self.blocks[-1][1] - self.blocks[0][0]
-
-    def run(self) -> tuple[int, str]:
-        """Write missing shards; return the number of times and an error message, or an empty one.
-
-        Errors are returned, not raised: some exceptions can't be sent between processes.
-        """
-        try:
-            target = RechunkTarget(self.out, self.overwrite)
-            if target.missing(self.blocks[0][0], self.blocks[-1][1]):
-                self._write(target)
-        except UserError as error:
-            return 0, str(error)
-        except OSError as error:
-            return 0, disk_error_message(error, self.out)
-        return self.num_times, ""
-
-    def _write(self, target: RechunkTarget) -> None:
-        selected = SelectedFields.open(self.selection)
-        array = target.fields()
-        for first, stop in self.blocks:
-            missing = target.missing(first, stop)
-            if not missing:
-                continue
+    with explain_disk_errors(store):
+        selected = SelectedFields(config, dates)
+        array = open_fields(store)
+        for times in blocks:
             # One read for all times of a block: they may share chunks.
-            fields = selected.fields(missing[0], missing[-1] + 1)
-            for index in missing:
-                array[index : index + 1] = fields[index - missing[0], None]
-
-
-def disk_error_message(error: OSError, out: str) -> str:
-    """Return the message for a disk that is full or gone."""
-    return (
-        f"{error.filename or out}: cannot be written or read ({error.strerror or error}). "
-        "Fix this and run the same command again: it resumes where it stopped."
-    )
-
-
-def time_blocks(selected: SelectedFields) -> list[tuple[int, int]]:
-    """Return the blocks of times that are read together: as many as `BLOCK_BYTES` allows."""
-    _, channels, height, columns = selected.shape
-    return selected.blocks(max(1, BLOCK_BYTES // (4 * channels * height * columns)))
-
-
-def group_blocks(
-    blocks: Sequence[tuple[int, int]], workers: int
-) -> list[tuple[tuple[int, int], ...]]:
-    """Group blocks into tasks: several for each worker, but about `MAX_TASKS` at most."""
-    length = max(1, min(len(blocks) // (4 * workers), -(-len(blocks) // MAX_TASKS)))
-    return [tuple(blocks[start : start + length]) for start in range(0, len(blocks), length)]
-
-
-def run_tasks(
-    tasks: Sequence[RechunkTask], workers: WorkerConfig, on_written: CountCallback
-) -> None:
-    """Run all tasks, and report the times of each that succeeded.
-
-    Raises:
-        UserError: the message of the first task that failed, or a process was killed.
-    """
-
-    def on_result(result: tuple[int, str]) -> None:
-        num_times, problem = result
-        if problem:
-            raise UserError(problem)
-        on_written(num_times)
-
-    if workers.scheduler:
-        _run_distributed(tasks, workers.scheduler, on_result)
-    elif workers.count > 1:
-        _run_in_processes(tasks, workers, on_result)
-    else:
-        for task in tasks:
-            on_result(task.run())
+            fields = selected.fields(times[0], times[-1] + 1)
+            for time in times:
+                array[time : time + 1] = fields[time - times[0], None]
+    return sum(map(len, blocks))
 
 
 def _run_in_processes(
-    tasks: Sequence[RechunkTask],
-    workers: WorkerConfig,
-    on_result: Callable[[tuple[int, str]], None],
+    tasks: Sequence[Callable[[], int]],
+    workers: int,
+    start_worker: Callable[[], None] | None,
+    on_result: Callback,
 ) -> None:
     others = {*active_children()}
-    pool = ProcessPoolExecutor(workers.count, get_context("spawn"), workers.start)
+    pool = ProcessPoolExecutor(workers, get_context("spawn"), start_worker)
     try:
-        for future in as_completed([pool.submit(task.run) for task in tasks]):
+        for future in as_completed([pool.submit(task) for task in tasks]):
             on_result(future.result())
     except BaseException as error:  # also Ctrl-C
         # What they have begun may take minutes; they leave no part of a shard under its name.
@@ -401,18 +356,14 @@ def _run_in_processes(
         pool.shutdown(cancel_futures=True)
 
 
-def _run_distributed(
-    tasks: Sequence[RechunkTask], address: str, on_result: Callable[[tuple[int, str]], None]
-) -> None:
+def _run_distributed(tasks: Sequence[Callable[[], int]], address: str, on_result: Callback) -> None:
     client = connect_to_scheduler(address)
-    from distributed import as_completed
+    from distributed import as_completed as completed
 
-    # Results come as tasks end, in any order: progress is reported, and the first error ends the
-    # job.
     with client:
         # pure=False: an equal task that the scheduler still remembers would not run again.
-        futures = client.map(RechunkTask.run, tasks, pure=False)
-        for _, result in as_completed(futures, loop=client.loop, with_results=True):  # type: ignore[no-untyped-call]
+        futures = [client.submit(task, pure=False) for task in tasks]
+        for _, result in completed(futures, loop=client.loop, with_results=True):  # type: ignore[no-untyped-call]
             on_result(result)
 
 
@@ -420,23 +371,6 @@ def _run_distributed(
 MAX_EXCESS = 1.05
 # Each inner chunk costs a reader about 0.1 ms, and 16 bytes of a shard's index.
 MAX_CHUNKS = 1024
-
-
-def check_domains(domains: Sequence[object], height: int) -> tuple[int, ...]:
-    """Return the numbers of ranks, sorted and without duplicates.
-
-    Raises:
-        UserError: the grid's rows can't be split over one of them.
-    """
-    for ranks in domains:
-        if not isinstance(ranks, int) or isinstance(ranks, bool) or not 1 <= ranks <= height:
-            raise UserError(
-                f"domains: needs numbers of ranks from 1 to {height}, the rows of the grid, "
-                f"got {ranks!r}. Change domains."
-            )
-    if not domains:
-        raise UserError("domains: needs at least one number of ranks, like domains=[1,2,4].")
-    return tuple(sorted({int(str(ranks)) for ranks in domains}))
 
 
 def choose_chunk_rows(height: int, domains: Sequence[int]) -> int:
@@ -459,62 +393,3 @@ def choose_chunk_rows(height: int, domains: Sequence[int]) -> int:
 def max_read_excess(height: int, domains: Sequence[int], chunk: int) -> float:
     """Return the rows that the worst rank of all `domains` reads, relative to an even share."""
     return max(max(rows_touched(height, ranks, chunk)) * ranks / height for ranks in domains)
-
-
-VERIFIED_TIMES = 16
-
-
-def verify_samples(selected: SelectedFields, target: RechunkTarget, seed: int) -> int:
-    """Check that all shards exist, and that random rows of some times equal the source.
-
-    Reading them back also verifies the checksums of their chunks. Returns how many times were
-    compared.
-
-    Raises:
-        UserError: a shard is missing, damaged, or differs from the source.
-    """
-    missing = target.missing(0, selected.shape[0])
-    if missing:
-        date = selected.calendar.text(selected.times[missing[0]])
-        raise UserError(f"{target.partial}: {date} is missing. Run the same command again.")
-    array = target.fields()
-    random = random_stream(seed)
-    times = random.permutation(selected.shape[0])[:VERIFIED_TIMES]
-    for index in map(int, np.sort(times)):
-        first = int(random.integers(selected.shape[2]))
-        stop = int(random.integers(first, selected.shape[2])) + 1
-        _compare(selected, target, array, index, slice(first, stop))
-    return len(times)
-
-
-def _compare(
-    selected: SelectedFields,
-    target: RechunkTarget,
-    array: "zarr.Array[Any]",
-    time: int,
-    rows: slice,
-) -> None:
-    try:
-        written: FieldArray = np.asarray(array[time : time + 1, :, rows], dtype=np.float32)
-    except (OSError, ValueError, RuntimeError) as error:
-        raise _mismatch_error(selected, target, time, rows, f"cannot be read ({error})") from error
-    if not same_bits(written, selected.fields(time, time + 1, rows)):
-        raise _mismatch_error(selected, target, time, rows, "differ from what the store holds now")
-
-
-def same_bits(first: FieldArray, second: FieldArray) -> bool:
-    """Whether two arrays are equal bit by bit, including NaN and signs of zero."""
-    a, b = (
-        np.ascontiguousarray(fields, dtype=np.float32).view(np.uint32) for fields in (first, second)
-    )
-    return np.array_equal(a, b)
-
-
-def _mismatch_error(
-    selected: SelectedFields, target: RechunkTarget, time: int, rows: slice, problem: str
-) -> UserError:
-    date = selected.calendar.text(selected.times[time])
-    return UserError(
-        f"{target.partial}: rows {rows.start} to {rows.stop - 1} at {date} {problem}. "
-        f"Check the disk and the store, remove {target.partial}, and start again."
-    )

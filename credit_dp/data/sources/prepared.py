@@ -39,18 +39,18 @@ FORMAT_VERSION = 1
 @final
 @dataclass(frozen=True)
 class PreparedMetadata:
-    """The metadata in the attributes of a prepared store.
+    """The metadata in the attributes of a prepared store; an older one lacks some of the last.
 
     Attributes:
-        channels: of `fields`, in order.
-        static: of `static`, in order.
+        channels: the channels of the array `fields`, in order.
+        static: the fields of the array `static`, in order.
         units, standard_names: by variable; empty where the source gave none.
-        origin: where the fields came from, for people.
+        origin: the store that the fields came from, for people.
         model_levels: whether levels are numbers of model levels, not pressures.
         title: the title of the source.
         hybrid: coefficients `a` and `b` of all model levels, see `Source`; empty if there are none.
         sum_hours: by accumulated variable, how many hours before each time its sums cover.
-        calendar: see `Calendar`.
+        calendar: the name of the calendar, as in `Calendar`.
     """
 
     channels: tuple[Channel, ...]
@@ -68,7 +68,7 @@ class PreparedMetadata:
         """Return the metadata as JSON for a zarr attribute."""
         attributes = {"form": FORMAT_VERSION, **asdict(self)}
         if Calendar(self.calendar).is_standard:
-            del attributes["calendar"]  # as before there were others
+            del attributes["calendar"]  # as in older stores
         return attributes
 
     @classmethod
@@ -81,18 +81,11 @@ class PreparedMetadata:
         try:
             if attributes["form"] != FORMAT_VERSION:
                 raise ValueError
-            return cls(
-                tuple(Channel(**channel) for channel in attributes["channels"]),
-                tuple(attributes["static"]),
-                dict(attributes["units"]),
-                dict(attributes["standard_names"]),
-                str(attributes["origin"]),
-                bool(attributes.get("model_levels", False)),  # absent in older stores
-                str(attributes.get("title", "")),  # absent in older stores
-                dict(attributes.get("hybrid", {})),  # absent in older stores
-                dict(attributes.get("sum_hours", {})),  # absent in older stores
-                str(attributes.get("calendar", "standard")),  # only of other calendars
-            )
+            known = cls.__dataclass_fields__
+            given = {name: attributes[name] for name in known if name in attributes}
+            given["channels"] = tuple(Channel(**channel) for channel in given["channels"])
+            given["static"] = tuple(given["static"])
+            return cls(**given)
         except (KeyError, TypeError, ValueError):
             raise UserError(
                 f"{where}: is not a prepared store of format version {FORMAT_VERSION}. "
@@ -165,29 +158,27 @@ class PreparedSource(Source):
         return cls(*open_stacked(where, ARRAYS), where)
 
     def read(self, channels: Sequence[Channel], times: Indexer, rows: slice) -> FieldArray:
-        """See `Source`."""
+        """Read channels, all of them with a time or all without."""
+        array, indices = self._fields, self._channel_indices
         if channels[0] in self._static_indices:
-            indices = [self._static_indices[channel] for channel in channels]
-            return self._static.read(times, indices, (rows, slice(None)))
-        return self._fields.read(
-            times, [self._channel_indices[channel] for channel in channels], (rows, slice(None))
-        )
+            array, indices = self._static, self._static_indices
+        return array.read(times, [indices[channel] for channel in channels], (rows, slice(None)))
 
     def group_by_chunk(self, channels: Sequence[Channel]) -> list[list[Channel]]:
-        """See `Source`; all channels share their chunks."""
+        """Return one group: all channels share their chunks."""
         return [list(channels)]
 
     def times_per_file(self, channel: Channel) -> int:
-        """See `Source`."""
+        """Return how many times a shard holds."""
         return self._fields.times_per_file
 
     def chunk_shape(self, channel: Channel) -> tuple[int, int, int, int]:
-        """See `Source`."""
+        """Return the chunks of the fields: times, channels, rows, columns."""
         times, channels, rows, columns = self._fields.array.chunks
         return times, channels, rows, columns
 
     def location(self, channel: Channel, time: int, row: int, column: int) -> str:
-        """See `Source`."""
+        """Name the chunk that holds a value."""
         if channel in self._static_indices:
             index = self._static_indices[channel]
             return f"{self.where}, {self._static.chunk_name((index, row, column))}"
@@ -195,7 +186,7 @@ class PreparedSource(Source):
         return f"{self.where}, {self._fields.chunk_name(indices)}"
 
     def description(self, variables: Sequence[str]) -> list[object]:
-        """See `Source`."""
+        """Describe the content, for the fingerprint of what is computed from it."""
         return describe_source(self, self._address, variables, ARRAYS)
 
     def _check(self, name: str, array: StackedArray, shape: tuple[int, ...]) -> None:
@@ -213,22 +204,15 @@ def _variables(metadata: PreparedMetadata) -> dict[str, VariableInfo]:
         level = () if channel.level is None else (channel.level,)
         # Levels in the order of the channels.
         levels[channel.variable] = levels.get(channel.variable, ()) + level
-    variables = {name: _variable(metadata, name, True, levels[name]) for name in levels}
-    return variables | {name: _variable(metadata, name, False, ()) for name in metadata.static}
-
-
-def _variable(
-    metadata: PreparedMetadata, name: str, has_time: bool, levels: tuple[int, ...]
-) -> VariableInfo:
-    units = metadata.units.get(name, "")
-    standard_name = metadata.standard_names.get(name, "")
-    sum_hours = metadata.sum_hours.get(name, 0.0)
-    return VariableInfo(
-        has_time,
-        levels,
-        units,
-        standard_name,
-        model_levels=metadata.model_levels and bool(levels),
-        sums_stated_by="attributes" if sum_hours else "",
-        sum_hours=sum_hours,
-    )
+    return {
+        name: VariableInfo(
+            name in levels,
+            levels.get(name, ()),
+            metadata.units.get(name, ""),
+            metadata.standard_names.get(name, ""),
+            model_levels=metadata.model_levels and bool(levels.get(name)),
+            sums_stated_by="attributes" if metadata.sum_hours.get(name) else "",
+            sum_hours=metadata.sum_hours.get(name, 0.0),
+        )
+        for name in (*levels, *metadata.static)
+    }

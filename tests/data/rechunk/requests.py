@@ -1,4 +1,4 @@
-"""Requests that rechunk small stores with `prepare`, and ways to run and stop them."""
+"""Requests to prepare small stores, and ways to run and stop them."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -8,15 +8,11 @@ import numpy as np
 import pytest
 
 from credit_dp.config import DataConfig
-from credit_dp.config.data import VariableConfig
-from credit_dp.data.rechunk import copy_fields
-from credit_dp.data.rechunk.copy_fields import RechunkJob, RechunkRequest
-from credit_dp.data.rechunk.field_selection import FieldSelection
+from credit_dp.data.rechunk.copy_fields import PrepareJob, PrepareRequest
 from tests.data import stores
 
 ROOT = Path(__file__).parents[3]
 ALL = ["1800-01-01", "2200-01-01"]
-KILLS = 20
 EVERYTHING = {
     "prognostic": ["geopotential", "2m_temperature"],
     "diagnostic": ["temperature"],
@@ -34,26 +30,21 @@ def config(store: Path, **changes: Any) -> DataConfig:
     return stores.config(store, **(EVERYTHING | splits | changes))
 
 
-def request(store: Path, out: Path, **changes: Any) -> RechunkRequest:
-    selection = {"dates": changes.pop("dates")} if "dates" in changes else {}
+def request(store: Path, out: Path | str, **changes: Any) -> PrepareRequest:
     data = changes.pop("data", {})
-    return RechunkRequest(
-        FieldSelection(config(store, **data), **selection), str(out), **({"codec": "lz4"} | changes)
-    )
+    return PrepareRequest(config(store, **data), str(out), **({"codec": "lz4"} | changes))
 
 
-def run(of: RechunkJob) -> RechunkJob:
-    with of.locked():
-        of.estimate()
-        of.begin()
-        of.write_missing(lambda times: None)
-        of.verify()
-        of.finish()
-    return of
+def run(job: PrepareJob, start_worker: Callable[[], None] | None = None) -> None:
+    with job.locked():
+        job.stored_bytes()
+        job.write(lambda times: None, start_worker)
+        job.verify()
+        job.finish()
 
 
 def prepared(store: Path, out: Path, **changes: Any) -> Path:
-    run(RechunkJob(request(store, out, **changes)))
+    run(PrepareJob(request(store, out, **changes)))
     return out
 
 
@@ -65,10 +56,6 @@ def tree(folder: Path) -> dict[str, bytes]:
 
 def bits(fields: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(fields, dtype="f4").view("u4")
-
-
-def variable(**settings: Any) -> VariableConfig:
-    return VariableConfig(**settings)
 
 
 def after(calls: int, work: Callable[..., Any], then: bool) -> Callable[..., Any]:
@@ -88,5 +75,5 @@ def after(calls: int, work: Callable[..., Any], then: bool) -> Callable[..., Any
     return stopping
 
 
-def before_the_end(patch: pytest.MonkeyPatch, number: int) -> None:
-    patch.setattr(copy_fields, "verify_samples", after(1, lambda *given: 0, then=False))
+def before_the_end(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(PrepareJob, "verify", after(1, PrepareJob.verify, then=False))

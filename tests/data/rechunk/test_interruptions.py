@@ -3,7 +3,6 @@
 import errno
 import multiprocessing
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -12,19 +11,19 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import pytest
 import zarr
 
 from credit_dp import files
-from credit_dp.data.rechunk import copy_fields, target
-from credit_dp.data.rechunk.copy_fields import RechunkJob, WorkerConfig
+from credit_dp.data.rechunk import copy_fields
+from credit_dp.data.rechunk.copy_fields import PrepareJob
 from credit_dp.data.sources.opening import open_source
 from credit_dp.errors import UserError
 from tests.data import stores
 from tests.data.rechunk.requests import (
-    KILLS,
     ROOT,
     StoppedError,
     after,
@@ -37,19 +36,8 @@ from tests.data.rechunk.requests import (
 )
 from tests.distributed.processes import until
 from tests.ranks import TIMEOUT
+from tests.tables import each
 from tests.tier_cases import tiers
-
-# Stopped and started again
-
-
-STOPS: dict[str, Callable[[pytest.MonkeyPatch, int], None]] = {}
-
-
-def stop(
-    function: Callable[[pytest.MonkeyPatch, int], None],
-) -> Callable[[pytest.MonkeyPatch, int], None]:
-    STOPS[function.__name__] = function
-    return function
 
 
 def leave_temporaries(patch: pytest.MonkeyPatch) -> None:
@@ -57,9 +45,8 @@ def leave_temporaries(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(files, "remove_if_possible", lambda path: None)
 
 
-@stop
-def before_a_shard_has_its_name(patch: pytest.MonkeyPatch, number: int) -> None:
-    replacing = after(number, os.replace, then=False)
+def before_the_fourth_shard_has_its_name(patch: pytest.MonkeyPatch) -> None:
+    replacing = after(4, os.replace, then=False)
 
     def replace(old: Path, new: Path) -> None:
         (replacing if Path(new).match("fields/c.*") else original)(old, new)
@@ -69,52 +56,48 @@ def before_a_shard_has_its_name(patch: pytest.MonkeyPatch, number: int) -> None:
     leave_temporaries(patch)
 
 
-@stop
-def in_the_middle_of_a_shard(patch: pytest.MonkeyPatch, number: int) -> None:
-    count = 0
-
+def in_the_middle_of_a_shard(patch: pytest.MonkeyPatch) -> None:
     def fsync(file: int) -> None:
-        nonlocal count
-        count += 1
-        if count == number + 1:  # one is the disk's test
-            os.ftruncate(file, 10)
-            raise StoppedError
+        os.ftruncate(file, 10)
+        raise StoppedError
 
     patch.setattr(os, "fsync", fsync)
     leave_temporaries(patch)
 
 
-@stop
-def between_metadata(patch: pytest.MonkeyPatch, number: int) -> None:
+def between_metadata(patch: pytest.MonkeyPatch) -> None:
     create = zarr.Group.create_array
-    patch.setattr(zarr.Group, "create_array", after(number, create, then=True))
-
-
-stop(before_the_end)
+    patch.setattr(zarr.Group, "create_array", after(1, create, then=True))
 
 
 @pytest.mark.parametrize(
-    ("name", "number"),
+    ("stop", "is_begun"),
     [
-        ("before_a_shard_has_its_name", 4),
-        ("in_the_middle_of_a_shard", 1),
-        ("between_metadata", 1),
-        ("before_the_end", 1),
+        (between_metadata, False),
+        (in_the_middle_of_a_shard, True),
+        (before_the_fourth_shard_has_its_name, True),
+        (before_the_end, True),
     ],
 )
 def test_stopped_and_started_again_equals_undisturbed(
-    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, number: int
+    small: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    stop: Callable[[pytest.MonkeyPatch], None],
+    is_begun: bool,
 ) -> None:
     wanted = tree(prepared(small, tmp_path / "undisturbed.zarr"))
     out = tmp_path / "out.zarr"
     with monkeypatch.context() as patch:
-        STOPS[name](patch, number)
+        stop(patch)
         with pytest.raises(StoppedError):
             prepared(small, out)
     assert not out.exists()
-    again = run(RechunkJob(request(small, out)))
+    again = PrepareJob(request(small, out))
+    with again.locked():
+        assert again.begun is is_begun
+    run(again)
     assert tree(out) == wanted
-    assert again.resumed is (name != "between_metadata")
     assert {path.name for path in tmp_path.iterdir()} == {"in.zarr", "out.zarr", "undisturbed.zarr"}
 
 
@@ -127,29 +110,34 @@ def test_a_lock_file_that_a_kill_left_in_a_complete_store_disturbs_nobody(
     wanted = tree(prepared(small, tmp_path / "undisturbed.zarr"))
     out = tmp_path / "out.zarr"
     with monkeypatch.context() as patch:
-        patch.setattr(target, "remove_lock", lambda out: 1 / 0)
+        patch.setattr(copy_fields, "remove_lock", lambda out: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             prepared(small, out)
     assert tree(out) == wanted | {".lock": b""}
     source = open_source(config(out, name="prepared"))
     assert len(source.times) == len(open_source(config(small)).times)
     with pytest.raises(UserError, match=r"exists already.*overwrite=true"):
-        RechunkJob(request(small, out))
+        PrepareJob(request(small, out))
     assert tree(prepared(small, out, overwrite=True)) == wanted
 
 
-def test_a_full_disk_is_one_line(
-    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(*_: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
+def raise_full_disk(*_: object) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
 
-    of = RechunkJob(request(small, tmp_path / "out.zarr"))
+
+@each("module, function", [(copy_fields, "create_store"), (os, "fsync")])
+def test_a_full_disk_is_one_line(
+    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: ModuleType, function: str
+) -> None:
+    """At the beginning, and when a shard is written."""
+    out = tmp_path / "out.zarr"
     with monkeypatch.context() as patch:
-        patch.setattr(target, "_write_static", full)
-        with pytest.raises(UserError, match=r"cannot be written or read \(No space left"):
-            run(of)
-    assert prepared(small, tmp_path / "out.zarr").exists()
+        patch.setattr(module, function, raise_full_disk)
+        with pytest.raises(UserError, match=r"\(No space left.* it resumes") as caught:
+            prepared(small, out)
+    assert "\n" not in str(caught.value)
+    assert not list(tmp_path.rglob("fields/.*"))
+    assert prepared(small, out).exists()
 
 
 def test_written_chunks_are_not_written_again(
@@ -157,21 +145,20 @@ def test_written_chunks_are_not_written_again(
 ) -> None:
     out = tmp_path / "out.zarr"
     with monkeypatch.context() as patch:
-        before_a_shard_has_its_name(patch, 4)
+        before_the_fourth_shard_has_its_name(patch)
         with pytest.raises(StoppedError):
             prepared(small, out)
     written = []
     replace = os.replace
     monkeypatch.setattr(os, "replace", lambda a, b: (written.append(b.name), replace(a, b))[1])
-    again = RechunkJob(request(small, out))
+    again = PrepareJob(request(small, out))
     counts: list[int] = []
     with again.locked():
-        assert again.num_done == 3
-        again.begin()
-        again.write_missing(counts.append)
+        assert again.missing() == [3, 4, 5, 6]
+        again.write(counts.append)
         again.finish()
     assert written == ["c.3.0.0.0", "c.4.0.0.0", "c.5.0.0.0", "c.6.0.0.0", "out.zarr"]
-    assert sum(counts) == 7
+    assert counts[-1] == 7
 
 
 @pytest.mark.slow
@@ -181,7 +168,7 @@ def test_stopped_while_replacing(
     wanted = tree(prepared(small, tmp_path / "undisturbed.zarr"))
     out = prepared(small, tmp_path / "out.zarr", codec="none")
     with monkeypatch.context() as patch:
-        patch.setattr(target.shutil, "rmtree", after(2, shutil.rmtree, then=False))
+        patch.setattr(copy_fields.shutil, "rmtree", after(2, shutil.rmtree, then=False))
         with pytest.raises(StoppedError):
             prepared(small, out, overwrite=True)
     assert tree(prepared(small, out, overwrite=True)) == wanted
@@ -191,7 +178,7 @@ def test_stopped_while_replacing(
 @pytest.mark.slow
 def test_processes_write_what_one_process_does(small: Path, tmp_path: Path) -> None:
     wanted = tree(prepared(small, tmp_path / "one.zarr"))
-    assert tree(prepared(small, tmp_path / "three.zarr", workers=WorkerConfig(3))) == wanted
+    assert tree(prepared(small, tmp_path / "three.zarr", workers=3)) == wanted
 
 
 @pytest.mark.slow
@@ -202,10 +189,9 @@ def test_processes_are_not_waited_for_after_ctrl_c(
         raise KeyboardInterrupt
 
     before = set(multiprocessing.active_children())
-    slow = WorkerConfig(2, start=partial(time.sleep, 3600.0))
     monkeypatch.setattr(copy_fields, "as_completed", interrupt)
     with pytest.raises(KeyboardInterrupt):
-        prepared(small, tmp_path / "out.zarr", workers=slow)
+        run(PrepareJob(request(small, tmp_path / "out.zarr", workers=2)), partial(time.sleep, 3600))
     assert set(multiprocessing.active_children()) == before
     monkeypatch.undo()
     assert prepared(small, tmp_path / "out.zarr").exists()
@@ -213,9 +199,9 @@ def test_processes_are_not_waited_for_after_ctrl_c(
 
 @pytest.mark.slow
 def test_a_killed_process_is_one_line(small: Path, tmp_path: Path) -> None:
-    dying = WorkerConfig(2, start=partial(os._exit, 9))
+    job = PrepareJob(request(small, tmp_path / "out.zarr", workers=2))
     with pytest.raises(UserError, match=r"^workers: a process that wrote was killed"):
-        prepared(small, tmp_path / "out.zarr", workers=dying)
+        run(job, partial(os._exit, 9))
     assert prepared(small, tmp_path / "out.zarr").exists()
 
 
@@ -233,34 +219,16 @@ def test_a_distributed_scheduler_does_it(small: Path, tmp_path: Path) -> None:
     ) as cluster:
         assert cluster.stdout is not None
         address = cluster.stdout.readline().strip()
-        out = prepared(small, tmp_path / "far.zarr", workers=WorkerConfig(scheduler=address))
+        out = prepared(small, tmp_path / "far.zarr", scheduler=address)
         cluster.kill()
     assert tree(out) == wanted
-
-
-@pytest.mark.slow
-def test_killed_at_random_moments_equals_undisturbed(tmp_path: Path) -> None:
-    data = stores.dataset(rows=12, columns=8, steps=30)
-    store = stores.write(data, tmp_path / "in.zarr")
-    folder = tmp_path / "out"
-    folder.mkdir()
-    kills = KILLS // 2
-    command = [sys.executable, "-m", "tests.data.rechunk.kill_prepare", str(store), str(folder)]
-    done = subprocess.run(
-        [*command, str(kills)], cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT
-    )
-    lines = done.stdout.splitlines()
-    assert len(lines) == kills, done.stderr
-    assert all(line.endswith("equal") for line in lines), done.stdout
-    partial = [line for line in lines if re.search(r"\d+ \d+ files", line)]
-    assert len(partial) > kills // 2, done.stdout
 
 
 @pytest.mark.parametrize(
     ("number", "code", "to_workers"),
     tiers(
         [],
-        [(signal.SIGTERM, 143, True), (signal.SIGINT, 130, False)],
+        [(signal.SIGTERM, 143, True), (signal.SIGINT, 130, False), (signal.SIGKILL, -9, False)],
         [(signal.SIGHUP, 129, True), (signal.SIGINT, 130, True), (signal.SIGTERM, 143, False)],
     ),
 )

@@ -9,23 +9,19 @@ import xarray as xr
 import zarr
 
 from credit_dp.bands import balanced_bounds, row_amplification, rows_touched
+from credit_dp.config.data import VariableConfig
 from credit_dp.data.channels import Channel
 from credit_dp.data.grid import Grid
 from credit_dp.data.rechunk import copy_fields
-from credit_dp.data.rechunk.copy_fields import (
-    RechunkJob,
-    choose_chunk_rows,
-    group_blocks,
-    max_read_excess,
-)
-from credit_dp.data.rechunk.field_selection import FieldSelection
+from credit_dp.data.rechunk.copy_fields import PrepareJob, choose_chunk_rows, max_read_excess
+from credit_dp.data.rechunk.selected_fields import SelectedFields
 from credit_dp.data.regrid import Regridder, RowLayout, regular_grid
 from credit_dp.data.sources.opening import open_source
 from credit_dp.data.sources.prepared import PreparedSource
 from credit_dp.domain_parallel.partition import RowPartition
 from credit_dp.errors import UserError
 from tests.data import layouts, stores
-from tests.data.rechunk.requests import bits, config, prepared, request, variable
+from tests.data.rechunk.requests import bits, config, prepared, request, tree
 from tests.tables import each
 from tests.tier_cases import tiers
 
@@ -201,7 +197,7 @@ def test_dates_step_and_units_are_those_of_the_request(tmp_path: Path) -> None:
     store = stores.write(data, tmp_path / "in.zarr")
     changes = {
         "step": "12h",
-        "variables": {"2m_temperature": variable(convert="degC->K")},
+        "variables": {"2m_temperature": VariableConfig(convert="degC->K")},
     }
     out = prepared(
         store, tmp_path / "out.zarr", data=changes, dates=("2000-01-01T06", "2000-01-02")
@@ -233,9 +229,8 @@ def test_sums_over_the_step_are_stored(tmp_path: Path) -> None:
     data = stores.dataset(rows=9, columns=4, steps=24)
     data = data.assign_coords(time=stores.START + np.arange(24) * np.timedelta64(1, "h"))
     store = stores.write(data, tmp_path / "in.zarr")
-    out = prepared(
-        store, tmp_path / "out.zarr", data={"variables": {"solar": variable(accumulated=True)}}
-    )
+    sums = {"solar": VariableConfig(accumulated=True)}
+    out = prepared(store, tmp_path / "out.zarr", data={"variables": sums})
     source = PreparedSource.open(str(out))
     found = source.read([channel_of(source, "solar")], slice(0, 1), slice(0, 9))[0, 0]
     assert str(source.times[0].astype("M8[h]")) == "2000-01-01T06"
@@ -261,22 +256,20 @@ def test_regridded_on_the_way(small: Path, tmp_path: Path) -> None:
 
 def test_a_store_of_any_chunks_is_cut_at_their_ends(tmp_path: Path) -> None:
     store = stores.write(stores.dataset(9, 4, 20), tmp_path / "in.zarr", chunks={"time": 6})
-    fields = copy_fields.SelectedFields.open(
-        FieldSelection(config(store), ("2000-01-02", "2000-01-05"))
-    )
+    fields = SelectedFields(config(store), ("2000-01-02", "2000-01-05"))
     assert fields.blocks(100) == [(0, 16)]
     assert fields.blocks(7) == [(0, 2), (2, 8), (8, 14), (14, 16)]
     assert fields.blocks(4) == [(0, 2), (2, 6), (6, 8), (8, 12), (12, 16)]
     assert fields.blocks(1) == [(n, n + 1) for n in range(16)]
 
 
-@pytest.mark.slow
-def test_batches_hold_all_blocks_once() -> None:
-    blocks = [(n, n + 1) for n in range(5003)]
-    for workers in (1, 3, 2000):
-        parts = group_blocks(blocks, workers)
-        assert [block for part in parts for block in part] == blocks
-        assert len(parts) <= 1000 or workers == 2000
+def test_tasks_of_several_blocks_write_the_same(
+    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = tree(prepared(small, tmp_path / "one.zarr"))
+    monkeypatch.setattr(copy_fields, "BLOCK_BYTES", 1)
+    monkeypatch.setattr(copy_fields, "MAX_TASKS", 2)
+    assert tree(prepared(small, tmp_path / "two.zarr")) == wanted
 
 
 # Verified
@@ -306,11 +299,10 @@ def lose(fields: Path) -> None:
 def test_verification_detects_faults(
     small: Path, tmp_path: Path, fault: Callable[[Path], None], message: str
 ) -> None:
-    of = RechunkJob(request(small, tmp_path / "out.zarr", codec="none", domains=(1,)))
-    with of.locked():
-        of.begin()
-        of.write_missing(lambda times: None)
+    job = PrepareJob(request(small, tmp_path / "out.zarr", codec="none", domains=(1,)))
+    with job.locked():
+        job.write(lambda times: None)
         fault(tmp_path / "out.zarr.partial" / "fields")
         with pytest.raises(UserError, match=message) as refused:
-            of.verify()
+            job.verify()
     assert "\n" not in str(refused.value)

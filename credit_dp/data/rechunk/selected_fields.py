@@ -1,18 +1,12 @@
-"""Selects the fields that `credit-dp data prepare` copies.
-
-`FieldSelection` is the request, which can be sent to other processes; `SelectedFields` opens the
-store and reads.
-"""
+"""Reads the fields that `credit-dp data prepare` copies, as a run with the same config would."""
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from typing import final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from credit_dp import checks
 from credit_dp.config import DataConfig
 from credit_dp.data.cache import fingerprint
 from credit_dp.data.calendar import Calendar, Times
@@ -30,29 +24,8 @@ from credit_dp.errors import UserError
 
 
 @final
-@dataclass(frozen=True)
-class FieldSelection:
-    """The request for fields.
-
-    Attributes:
-        config: store, variables, levels, step and units.
-        dates: `(first, last)`, both inclusive; empty for all dates of the store.
-    """
-
-    config: DataConfig
-    dates: tuple[str, ...] = ()
-
-    def check(self) -> None:
-        """Refuse dates that can't be parsed."""
-        if self.dates:
-            checks.date_range("dates", self.dates)
-
-
-@final
 class SelectedFields:
-    """Reads the fields of a selection; missing values (NaN) stay.
-
-    Open it in the process that reads it.
+    """Reads the stored fields that a config selects; missing values (NaN) stay.
 
     Attributes:
         times: `(T,)`.
@@ -60,8 +33,14 @@ class SelectedFields:
         metadata: for the attributes of the prepared store.
     """
 
-    def __init__(self, source: Source, selection: FieldSelection) -> None:
-        config = selection.config
+    def __init__(self, config: DataConfig, dates: Sequence[str] = ()) -> None:
+        """Open the store of a config, for the dates `(first, last)` or for all.
+
+        Raises:
+            UserError: it lacks a requested variable, level or date.
+        """
+        source = open_source(config)
+        config = without_absent_statics(source, config)
         # Computed forcings and static fields are not copied: a run computes them again.
         channels = select_channels(source, config)
         check_units(source, config)
@@ -84,23 +63,12 @@ class SelectedFields:
         check_limit_keys(config, [*self._channels, *self._static])
         self._limits = ValueLimits(source, config)
         self._start, stop = _date_bounds(
-            self._step_reader.times, selection.dates, source.where, source.calendar
+            self._step_reader.times, dates, source.where, source.calendar
         )
         self.times: Times = self._step_reader.times[self._start : stop]
         self.calendar = source.calendar
         self.grid = source.grid
         self.metadata = self._metadata()
-
-    @classmethod
-    def open(cls, selection: FieldSelection) -> "SelectedFields":
-        """Open the store of a selection.
-
-        Raises:
-            UserError: it lacks a requested variable, level or date.
-        """
-        source = open_source(selection.config)
-        config = without_absent_statics(source, selection.config)
-        return cls(source, replace(selection, config=config))
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -125,12 +93,14 @@ class SelectedFields:
 
     def fields(self, first: int, stop: int, rows: slice = slice(None)) -> FieldArray:
         """Read all channels at the times from `first` up to `stop`: `(T, C, rows, W)`."""
-        return self._read(np.arange(self._start + first, self._start + stop), rows)
+        indices = np.arange(self._start + first, self._start + stop)
+        # Group by group, so that the chunks of only one group are in memory at a time.
+        groups = self._source.group_by_chunk(self._channels)
+        parts = [self._read(group, indices, rows) for group in groups]
+        return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1)
 
     def static(self) -> FieldArray:
         """Read the static channels: `(S, H, W)`."""
-        if not self._static:
-            return np.empty((0, *self.shape[2:]), dtype=np.float32)
         fields = self._source.read(self._static, slice(0, 1), slice(None))
         self._step_reader.convert(self._static, fields)
         for index, channel in enumerate(self._static):
@@ -153,15 +123,7 @@ class SelectedFields:
             "conversions": {name: text for name, text in conversions.items() if text},
         }
 
-    def _read(self, indices: NDArray[np.intp], rows: slice) -> FieldArray:
-        """Read group by group, so that the chunks of only one group are in memory at a time."""
-        groups = self._source.group_by_chunk(self._channels)
-        if len(groups) == 1:
-            return self._read_checked(self._channels, indices, rows)
-        parts = [self._read_checked(group, indices, rows) for group in groups]
-        return np.concatenate(parts, axis=1)
-
-    def _read_checked(
+    def _read(
         self, channels: Sequence[Channel], indices: NDArray[np.intp], rows: slice
     ) -> FieldArray:
         """Read fields and check that their values are plausible.
@@ -195,7 +157,7 @@ class SelectedFields:
         )
 
     def _sum_hours(self) -> dict[str, float]:
-        """Return how many hours the written sums cover, of the variables of which that is known."""
+        """Return how many hours the written sums cover, by variable, where that is known."""
         hours: dict[str, float] = {}
         for name in dict.fromkeys(channel.variable for channel in self._channels):
             if is_accumulated(name, self._config):
@@ -209,7 +171,6 @@ class SelectedFields:
 
 
 def _hybrid_as_lists(source: Source) -> dict[str, list[float]]:
-    """Return the coefficients of model levels, if the source has them."""
     a, b = source.hybrid or ((), ())
     return {"a": list(map(float, a)), "b": list(map(float, b))} if len(a) else {}
 

@@ -1,4 +1,5 @@
 import hashlib
+import runpy
 import subprocess
 import sys
 import time
@@ -37,7 +38,6 @@ from credit_dp.data.quickstart.physical_fields import (
     Synthesis,
     balanced_geopotential,
     hydrostatic_temperature,
-    measure_realism,
     parabola,
 )
 from credit_dp.errors import UserError
@@ -366,6 +366,8 @@ def test_default_grid_resolves_products_of_fields():
     assert resolve_grid(QuickstartConfig(truncation=42), None) == (64, 128)
 
 
+SCRIPT = runpy.run_path(str(Path(__file__).parents[2] / "scripts/quickstart_realism.py"))
+measure_realism = SCRIPT["measure_realism"]
 TRAINING = ("2001-01-01", "2003-03-01")
 HELD_OUT = ("2003-03-12", "2004-04-04")
 

@@ -1,7 +1,7 @@
 """Makes a quickstart store: independent runs of the climate, one process each, end to end in time.
 
 `build` creates the store (`create`), starts one `simulation` per run, which writes its own shards
-(`write`), consolidates the metadata (`finish`) and renames the folder.
+(`write`), consolidates the metadata and renames the folder.
 """
 
 import json
@@ -16,8 +16,6 @@ from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from hashlib import sha256
-from json import dumps
 from pathlib import Path
 from typing import Any, final
 
@@ -26,7 +24,7 @@ import zarr
 from numpy.typing import NDArray
 
 from credit_dp.config import QuickstartConfig
-from credit_dp.data.cache import ProgressCallback
+from credit_dp.data.cache import ProgressCallback, fingerprint
 from credit_dp.data.calendar import Times
 from credit_dp.data.quickstart.dynamics import LEVELS, TITLE, Array, Physics
 from credit_dp.data.quickstart.physical_fields import Synthesis
@@ -67,9 +65,8 @@ def resolve_grid(config: QuickstartConfig, grid: tuple[int, int] | None) -> tupl
 def store_name(config: QuickstartConfig, grid: tuple[int, int] | None) -> str:
     """Return the store's folder name: it differs whenever the content would."""
     rows, columns = resolve_grid(config, grid)
-    settings = [asdict(config), asdict(Physics()), rows, columns, VERSION]
-    fingerprint = sha256(dumps(settings, sort_keys=True).encode()).hexdigest()[:12]
-    return f"quickstart-T{config.truncation}-{rows}x{columns}-{fingerprint}.zarr"
+    digest = fingerprint(asdict(config), asdict(Physics()), rows, columns, VERSION)[:12]
+    return f"quickstart-T{config.truncation}-{rows}x{columns}-{digest}.zarr"
 
 
 @final
@@ -160,7 +157,9 @@ def build(
             _integrate(
                 config, resolved_grid, temporary, runs, progress or (lambda _message, _share: None)
             )
-            finish(temporary)
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message="Consolidated metadata")
+                zarr.consolidate_metadata(temporary, zarr_format=3)  # then one file opens the store
     except OSError as error:
         raise UserError(
             f"quickstart climate: {path} could not be written ({error.strerror or error}). "
@@ -296,13 +295,6 @@ def write(path: Path, first: int, fields: dict[str, Array]) -> None:
         if not isinstance(array, zarr.Array):
             raise TypeError(f"{path / name} is not an array")
         array[first : first + len(values)] = values
-
-
-def finish(path: Path) -> None:
-    """Consolidate the metadata, so that opening the store reads one file."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Consolidated metadata")
-        zarr.consolidate_metadata(path, zarr_format=3)
 
 
 def _write_coordinates(group: zarr.Group, synthesis: Synthesis, times: Times) -> None:

@@ -164,7 +164,6 @@ class GaussianGrid:
         return self.transform(values * (1 - self.mu**2).astype(values.dtype))
 
 
-GRAVITY = 9.80665  # m s-2
 DRY_AIR = 287.05  # J kg-1 K-1
 RADIUS = 6.371e6  # m
 ROTATION = 7.292e-5  # s-1
@@ -263,10 +262,8 @@ class Physics:
 def jet(latitude: Array, physics: Physics, cold: float) -> Array:
     """Return the zonal shear relative to that in the core of the jet, positive eastward.
 
-    Args:
-        latitude: degrees, `(L,)`.
-        physics: position and width of the jet.
-        cold: see `winter`.
+    Shapes:
+        latitude in degrees `(L,)` -> `(L,)`; `cold` is a value of `winter`.
     """
     speed = np.zeros_like(latitude)
     for hemisphere in (1.0, -1.0):
@@ -320,7 +317,7 @@ class QuasiGeostrophic:
         return divergence * self.mask
 
     def sources(self, state: Array, cold: float) -> Array:
-        """Return the tendency by relaxation and friction; for `cold` see `winter`."""
+        """Return the tendency by relaxation and friction; `cold` is a value of `winter`."""
         mean, swing = self.forcing
         return product(self.linear, state) + (mean + self.dtype(cold) * swing)
 

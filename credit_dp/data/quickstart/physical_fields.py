@@ -1,28 +1,20 @@
-"""Turns streamfunctions into physical fields on any grid, and measures how realistic they are.
+"""Turns streamfunctions into physical fields on any grid.
 
-`Synthesis` returns the fields of a store: winds and geopotential from the streamfunction by linear
-balance, temperature and surface fields from geopotential by hydrostatic balance.
-`measure_realism` compares a store with numbers that are known of the atmosphere.
+Winds and geopotential follow from the streamfunction by linear balance, temperature and the fields
+at the surface from the geopotential by hydrostatic balance.
 """
 
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, final
+from typing import final
 
 import numpy as np
-import xarray as xr
-from numpy.typing import NDArray
 
-from credit_dp.data.grid import row_weights
 from credit_dp.data.quickstart.dynamics import (
     DRY_AIR,
-    GRAVITY,
     LAPSE_RATE,
     LEVELS,
     RADIUS,
     ROTATION,
     STREAM,
-    YEAR_DAYS,
     Array,
     along_longitude,
     fourier,
@@ -34,6 +26,7 @@ from credit_dp.data.quickstart.dynamics import (
     to_grid,
 )
 from credit_dp.data.regrid import regular_grid
+from credit_dp.data.units import GRAVITY
 
 STANDARD_HEIGHT = (11784.0, 5574.0, 1949.0)  # m at LEVELS, US standard atmosphere
 SURFACE = 1000.0  # hPa
@@ -82,14 +75,10 @@ def balanced_geopotential(psi: Array) -> Array:
 
 @final
 class Synthesis:
-    """Computes physical fields on one grid, for several time steps at once.
-
-    Args:
-        truncation: of the streamfunctions.
-        grid: rows and columns.
-    """
+    """Computes physical fields on one grid, for several time steps at once."""
 
     def __init__(self, truncation: int, grid: tuple[int, int]) -> None:
+        """Make the tables for a truncation of the streamfunctions, and for rows and columns."""
         rows, columns = grid
         regular = regular_grid(rows, columns)
         self.latitude, self.longitude = regular.latitude, regular.longitude
@@ -169,76 +158,3 @@ def hydrostatic_temperature(geopotential: Array, pressures: tuple[float, ...]) -
     ]
     gradient = np.einsum("pk,tkhw->tphw", np.stack(slopes).astype(np.float32), geopotential)
     return np.asarray((gradient + np.array(shift, np.float32)[:, None, None]) / -DRY_AIR)
-
-
-Values = NDArray[np.floating[Any]]
-Span = tuple[str, str]
-LEVEL = 500
-PERSISTENCE_DAYS = (1, 3, 5)
-
-
-@final
-@dataclass(frozen=True)
-class Realism:
-    """Statistics of one period, with the climatology of another.
-
-    Units: winds m s-1; `deviation` m, of Z500 from the climatology poleward of 30 degrees; errors
-    of Z500 m2 s-2, `persistence` by lead time in days.
-    """
-
-    jet_north: float
-    jet_south: float
-    deviation: float
-    climatology: float
-    persistence: dict[int, float]
-
-
-def measure_realism(path: Path, fit: Span, span: Span) -> Realism:
-    """Measure `span` against the climatology of `fit`, both `(first, last)` as ISO dates."""
-    with xr.open_zarr(path, chunks=None) as store:
-        wind = store["u_component_of_wind"].sel(level=200, time=slice(*span))
-        jets = wind.mean(("time", "longitude"))
-        training = store["geopotential"].sel(level=LEVEL, time=slice(*fit)).load()
-        held_out = store["geopotential"].sel(level=LEVEL, time=slice(*span)).load()
-        latitude = store["latitude"].to_numpy()
-    weights = row_weights(latitude)[:, None]
-    anomaly = anomalies(training, held_out)
-    extratropics = (np.abs(latitude) >= 30)[:, None] * weights
-    return Realism(
-        jet_north=float(jets.where(jets.latitude > 0).max()),
-        jet_south=float(jets.where(jets.latitude < 0).max()),
-        deviation=_rms(anomaly, extratropics) / GRAVITY,
-        climatology=_rms(anomaly, weights),
-        persistence={days: persistence_error(held_out, days, weights) for days in PERSISTENCE_DAYS},
-    )
-
-
-def anomalies(training: xr.DataArray, held_out: xr.DataArray) -> Values:
-    """Return `held_out` minus the mean and two annual harmonics fitted to `training`."""
-    shape = training.shape
-    flat = training.to_numpy().astype(np.float64).reshape(shape[0], -1)
-    coefficients = np.linalg.lstsq(_harmonics(training), flat, rcond=None)[0]
-    climate = (_harmonics(held_out) @ coefficients).reshape(held_out.shape)
-    return np.asarray(held_out.to_numpy() - climate)
-
-
-def persistence_error(field: xr.DataArray, days: int, weights: Values) -> float:
-    """Return the error of a persistence forecast; pairs across a gap in time are left out."""
-    later = field.assign_coords(time=field["time"] - np.timedelta64(days, "D"))
-    earlier, later = xr.align(field, later, join="inner")
-    return _rms(later.to_numpy() - earlier.to_numpy(), weights)
-
-
-def _harmonics(field: xr.DataArray) -> Values:
-    days = (field["time"].to_numpy() - np.datetime64("2000-01-01")) / np.timedelta64(1, "D")
-    angle = 2 * np.pi * days / YEAR_DAYS
-    waves = [np.ones_like(angle)]
-    for k in (1, 2):
-        waves += [np.cos(k * angle), np.sin(k * angle)]
-    return np.stack(waves, axis=1)
-
-
-def _rms(values: Values, weights: Values) -> float:
-    expanded = np.broadcast_to(weights, values.shape[1:])
-    squares = np.square(values, dtype=np.float64)
-    return float(np.sqrt((squares * expanded).mean() / expanded.mean()))

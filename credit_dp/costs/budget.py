@@ -100,12 +100,12 @@ class ParameterBudget:
     """Bytes for parameters on the fullest rank, held and sent in a step (collectives as rings).
 
     Attributes:
-        weights: held between steps.
-        gradients: held at once, at most.
-        moments: state of the optimizer.
+        weights: what is held between steps.
+        gradients: what is held at once, at most.
+        moments: the state of the optimizer.
         gathered: parameters of other ranks, held while a block computes (fsdp2).
-        sent_gradients: to reduce gradients.
-        sent_weights: to gather sharded parameters.
+        sent_gradients: what is sent to reduce gradients.
+        sent_weights: what is sent to gather sharded parameters.
     """
 
     weights: int
@@ -121,12 +121,10 @@ class ParameterBudget:
 
 
 def replicated_budget(module: nn.Module, replicas: int, moments: int) -> ParameterBudget:
-    """Return the budget of a rank that holds all parameters of a module (ddp).
+    """Return the budget of a rank that holds all parameters of the model, or of a stage (ddp).
 
-    Args:
-        module: the model, or a stage of it.
-        replicas: ranks that hold it, over the data, the ensemble and the domain axis.
-        moments: values that the optimizer keeps for each parameter.
+    So many `replicas` hold them, over the data, the ensemble and the domain axis. The optimizer
+    keeps so many `moments` for each parameter.
     """
     weights = sum(p.nbytes for p in module.parameters())
     trainable = sum(p.nbytes for p in _trainable(module.parameters()))
@@ -143,15 +141,10 @@ def sharded_budget(
     moments: int,
     gathers: int | None = None,
 ) -> ParameterBudget:
-    """Return the budget of a rank if replicas shard a module's parameters (fsdp2).
+    """Return the budget of a rank if replicas shard the converted model, or a stage of it (fsdp2).
 
-    Args:
-        module: the converted model, or a stage of it.
-        parallel: gives the dtypes.
-        replicas: ranks that hold the module, over the data, the ensemble and the domain axis.
-        microbatches: micro-batches of a step.
-        moments: values that the optimizer keeps for each parameter.
-        gathers: times that a block is gathered in a step of a pipeline; None without a pipeline.
+    A step has so many `microbatches`. In a pipeline a block is gathered `gathers` times in a step;
+    without one it is None. For the others see `replicated_budget`.
     """
     parameters = list(module.parameters())
     trainable = list(_trainable(parameters))
@@ -193,8 +186,8 @@ class FsdpUnit(NamedTuple):
 
     Attributes:
         gathered: bytes of the parameters, padded to equal shards.
-        reduced: bytes of the gradients, likewise.
-        gathers: times that they are gathered in forward and backward.
+        reduced: bytes of the gradients, padded likewise.
+        gathers: how often they are gathered in forward and backward.
     """
 
     gathered: int
@@ -203,13 +196,7 @@ class FsdpUnit(NamedTuple):
 
 
 def fsdp_units(module: nn.Module, parallel: ParallelConfig, replicas: int) -> list[FsdpUnit]:
-    """Return the blocks of a model that are units of FSDP, and at last the rest, maybe empty.
-
-    Args:
-        module: see `sharded_budget`.
-        parallel: likewise.
-        replicas: likewise.
-    """
+    """Return the blocks of a model that are units of FSDP, and at last the rest, maybe empty."""
     shards = shards_of(replicas)
     blocks = [list(block.parameters()) for block in fsdp_blocks(module)]
     in_blocks = {id(p) for block in blocks for p in block}
@@ -254,11 +241,11 @@ class Cut:
     """The beginning of a pipeline stage.
 
     Attributes:
-        stage: its index.
+        stage: the index of the stage.
         pipeline_rank: the rank on the pipeline axis that holds it.
-        first: name of its first segment.
+        first: the name of its first segment.
         cost: its share of the model's multiply-adds.
-        state_bytes: that one rank receives from the stage before, for each micro-batch.
+        state_bytes: what one rank receives from the stage before, for each micro-batch.
     """
 
     stage: int
@@ -274,9 +261,9 @@ class PipelinePlan:
     """All stages of a pipeline, as the fullest rank of a domain holds them.
 
     Attributes:
-        manager: of that rank, without communication.
-        bubble: share of a step in which a rank waits, if all stages cost the same.
-        input_shape: of the model, on the globe.
+        manager: the mesh as that rank sees it, without communication.
+        bubble: the share of a step in which a rank waits, if all stages cost the same.
+        input_shape: the shape of the model's input on the globe.
     """
 
     stages: tuple[Stage, ...]
@@ -287,11 +274,7 @@ class PipelinePlan:
 
 
 def plan_pipeline(model: nn.Module, report: Decision, config: Config) -> PipelinePlan:
-    """Cut a model into stages as training does.
-
-    Args:
-        model: not converted; it is not changed.
-        report: of the uncut model, for one micro-batch.
+    """Cut a copy of a model into stages, as training does; the report is that of the uncut model.
 
     Raises:
         UserError: the model can't be cut into that many stages.
@@ -333,8 +316,8 @@ class RankBudget:
 
     Attributes:
         mode: ddp or fsdp2.
-        held: at once, at most.
-        sent: in a step.
+        held: what is held at once, at most.
+        sent: what is sent in a step.
     """
 
     mode: str
@@ -355,9 +338,7 @@ class RankBudget:
 def model_budget(model: nn.Module, report: Decision, config: Config) -> list[RankBudget]:
     """Return the budget of a rank that holds the uncut model: ddp and, if it can be sharded, fsdp2.
 
-    Args:
-        model: not converted; it is not changed.
-        report: for one micro-batch.
+    The model is not converted, and its report is for one micro-batch.
     """
     microbatches = microbatches_per_step(config)
     replicas = (config.parallel.data or 1) * config.parallel.ensemble * report.ranks
@@ -365,7 +346,9 @@ def model_budget(model: nn.Module, report: Decision, config: Config) -> list[Ran
     traffic = [a + b for a, b in zip(report.forward, report.backward, strict=True)]
     budgets = {"ddp": replicated_budget(model, replicas, moments)}
     if replicas > 1:
-        sharded = _converted_copy(model, report)
+        sharded = model
+        if not report.refusal:  # otherwise none of its layers are converted
+            sharded = convert_to_domain_parallel(copy_model(model), counting_manager(report.ranks))
         budgets["fsdp2"] = sharded_budget(
             sharded, config.parallel, replicas, microbatches, moments=moments
         )
@@ -388,11 +371,8 @@ def model_budget(model: nn.Module, report: Decision, config: Config) -> list[Ran
 def _members_sent(samples: int, points: int, config: Config) -> int:
     """Return the bytes that the loss of an ensemble sends in a step, on the busiest rank.
 
-    None are sent by ranks that have all members.
-
-    Args:
-        samples: of a micro-batch, times the members that a rank computes.
-        points: of the largest band.
+    Ranks that have all members send none. `samples` are those of a micro-batch, times the members
+    that a rank computes; `points` are those of the largest band.
     """
     ranks = config.parallel.ensemble
     if ranks == 1:
@@ -410,10 +390,7 @@ def _members_sent(samples: int, points: int, config: Config) -> int:
 def fixer_memory(config: Config, shape: Sequence[int], domain: int) -> FixerMemory:
     """Return what the fixers of one forecast step need on the rank with most rows.
 
-    Args:
-        config: of the run.
-        shape: of the model's input on the globe, `(B, C, H, W)`.
-        domain: ranks that share the globe.
+    `shape` is that of the model's input on the globe, `(B, C, H, W)`, which `domain` ranks share.
 
     Raises:
         UserError: the data lack what a fixer needs.
@@ -450,11 +427,7 @@ def fixer_memory(config: Config, shape: Sequence[int], domain: int) -> FixerMemo
 
 
 def pipeline_budget(plan: PipelinePlan, samples: int, config: Config) -> list[RankBudget]:
-    """Return the budgets of each position on the pipeline axis.
-
-    Args:
-        samples: of a micro-batch.
-    """
+    """Return the budgets at each position of the pipeline; `samples` are those of a micro-batch."""
     ranks = config.parallel.pipeline
     return [
         budget
@@ -582,16 +555,6 @@ def _max_bytes_sent(sent: Sequence[RankTraffic]) -> int:
     )
 
 
-def _converted_copy(model: nn.Module, report: Decision) -> nn.Module:
-    """Return a converted copy of the model; the model if none of its layers are converted."""
-    if report.refusal:
-        return model
-    return convert_to_domain_parallel(
-        copy_model(model),
-        counting_manager(report.ranks),
-    )
-
-
 POWERS = 7  # domains of 1, 2, 4 ... 64 ranks are compared, and the largest that the model allows
 
 
@@ -601,9 +564,9 @@ class MeshBudget:
     """A mesh of `data` x `domain` ranks, with one sample at a time on each data rank.
 
     Attributes:
-        rows: of the smallest band at the coarsest level.
+        rows: height of the smallest band at the coarsest level.
         imbalance: rows of the largest band over the mean, at the level with the largest ratio.
-        budgets: of its fullest rank, with ddp and fsdp2.
+        budgets: those of its fullest rank, with ddp and fsdp2.
     """
 
     domain: int
@@ -628,10 +591,7 @@ def compare_meshes(
 ) -> MeshComparison:
     """Plan one sample on domains of growing size, each with as many data ranks as fit in `up_to`.
 
-    Args:
-        model: not converted; it is not changed.
-        shape: of a sample of the globe, `(1, C, H, W)`.
-        up_to: largest number of ranks.
+    The model is not converted; `shape` is that of one sample on the globe, `(1, C, H, W)`.
 
     Raises:
         UserError: the config sets a mesh already.
@@ -700,14 +660,10 @@ def _check_up_to(parallel: ParallelConfig, up_to: int) -> None:
 
 
 def training_memory(held: Mapping[str, int], config: Config) -> dict[str, int]:
-    """Return the bytes that a rank holds in training, by item.
+    """Return the bytes that a rank holds in training, by item, from those of one forecast step.
 
     A rollout keeps the activations of all its steps, and the fields of fixers, but computes them
     again one at a time; in bfloat16 activations take half, and a copy of the weights is added.
-
-    Args:
-        held: the items of one forecast step in full precision.
-        config: of the run.
     """
     trainer = config.trainer
     memory = dict(held)

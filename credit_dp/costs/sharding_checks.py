@@ -34,8 +34,7 @@ from credit_dp.models import build_model
 from credit_dp.training.loss import trade_members
 
 PACKAGES = ("credit_dp", "torch", "numpy", "hydra-core", "omegaconf", "xarray", "zarr", "wandb")
-COLUMNS = 16  # of the random field
-CHANNELS = 4
+COLUMNS, CHANNELS = 16, 4  # of the random field
 
 
 @final
@@ -93,16 +92,16 @@ def run_checks(
 
 def run_check(
     name: str,
-    error_of: Callable[[DomainParallelManager, torch.device], float],
+    measure: Callable[[DomainParallelManager, torch.device], float],
     tolerance: float,
     manager: DomainParallelManager,
     device: torch.device,
 ) -> Check:
     """Run a check twice and return the largest error on any rank."""
     # Not timed: the first messages set up connections.
-    error_of(manager, device)
+    measure(manager, device)
     start = time.perf_counter()
-    error = error_of(manager, device)
+    error = measure(manager, device)
     seconds = time.perf_counter() - start
     # Every rank gets the same error, so that all end with the same exit code.
     worst = torch.tensor([error], dtype=torch.float64, device=device)
@@ -157,10 +156,10 @@ def members_error(manager: DomainParallelManager, device: torch.device) -> float
     """Return the error of an exchange of members between the ranks that share them."""
     field, ranks = random_globe(manager, device), manager.ensemble_parallel_size
     own = (manager.ensemble_rank + 1) * field[:, None]
-    all_of_some_channels = trade_members(own, manager.ensemble_transport)
+    traded = trade_members(own, manager.ensemble_transport)  # all members of some channels
     channels = channel_slice(channels_per_rank(CHANNELS, ranks), manager.ensemble_rank)
     expected = torch.stack([(rank + 1) * field[:, channels] for rank in range(ranks)], dim=1)
-    return max_difference(all_of_some_channels, expected)
+    return max_difference(traded, expected)
 
 
 def pipeline_error(manager: DomainParallelManager, device: torch.device) -> float:
@@ -206,9 +205,9 @@ def step_error(manager: DomainParallelManager, device: torch.device) -> float:
 
 def max_difference(actual: Tensor, expected: Tensor) -> float:
     """Return the largest absolute difference; infinity if the shapes differ."""
-    return (
-        (actual - expected).abs().max().item() if actual.shape == expected.shape else float("inf")
-    )
+    if actual.shape != expected.shape:
+        return float("inf")
+    return (actual - expected).abs().max().item()
 
 
 def relative_difference(actual: Tensor, expected: Tensor, floor: float = 0.0) -> float:
@@ -239,8 +238,8 @@ def describe_environment(
         + f"domain {manager.domain_world_size}"
     )
     result["ranks per node"] = str(ranks.local_world_size)
-    single_process = "none (one process)"
-    result["backend"] = torch.distributed.get_backend() if ranks.world_size > 1 else single_process
+    is_distributed = ranks.world_size > 1
+    result["backend"] = torch.distributed.get_backend() if is_distributed else "none (one process)"
     result["threads per rank"] = str(torch.get_num_threads())
     return result
 

@@ -36,13 +36,13 @@ from credit_dp.data.transforms import QuantileMap
 from credit_dp.errors import UserError, counted
 from credit_dp.export.hub import SCHEME, card_metadata, exported_file_in, fetch_model
 from credit_dp.files import write_bytes_atomic
-from credit_dp.plugins import PLUGINS_VARIABLE
+from credit_dp.plugins import PLUGINS_VARIABLE, one_line_message
 from credit_dp.training.checkpoint_files import locate_checkpoint
 from credit_dp.training.checkpoint_shards import CHECKSUMS_KEY, Checkpoint, checksums, real_view
 from credit_dp.training.state import AVERAGE_PREFIX, MODEL_PREFIX, STATIC_KEY, VALID_KEY
 
 FORMAT = "credit_dp model 2"
-OF_PLANE = ("latitude", "longitude", "shape", "projection", "axes")  # see `Grid.to_json`
+PROJECTION_KEYS = ("latitude", "longitude", "shape", "projection", "axes")  # see `Grid.to_json`
 # Entries that most models lack, and their usual values.
 LATER_ENTRIES = {
     "calendar": STANDARD.name,
@@ -70,7 +70,7 @@ with torch.no_grad():
 ```
 """
 
-# Those of a damaged config or damaged scores.
+# The errors that a damaged config or damaged scores can cause.
 SCORE_ERRORS = (AttributeError, LookupError, OSError, RecursionError, TypeError, ValueError)
 
 
@@ -83,23 +83,23 @@ class ModelMetadata:
         kind, keys: name and keys of the model's config.
         config: the run's config, as YAML.
         channels: (variable, level or None) of all outputs, in order: states first.
-        units: of the channels; empty if unknown.
+        units: units of the channels; empty if unknown.
         forcing, static: further inputs, in order.
         frames: number of input states.
         residual: whether the network predicts the change over a step.
         step_hours: the model's step.
-        latitude, longitude: of rows and columns, in degrees; empty on a projection.
+        latitude, longitude: degrees of rows and columns; empty on a projection.
         statistics: by the names of `Statistics`, in the store's units; quantiles are lists of
             lists.
         step, seed: optimiser steps and seed of the training.
-        versions: of the libraries used for training.
+        versions: versions of the libraries used for training.
         diagnostic: number of channels, at the end, that are outputs but no inputs.
         variables: settings of variables that differ from the default, by the names of
             `VariableConfig`.
         hybrid: coefficients `a` and `b` of model levels, if a fixer needs them; see `HybridLayers`.
-        calendar: of the times; see `Calendar`.
-        projection: the grid as `Grid.to_json` has one on a projection; empty without one.
-        boundary, relaxation: of a region whose rim is given; see `credit_dp.data.boundary`.
+        calendar: name of the times' calendar; see `Calendar`.
+        projection: a grid on a projection, as `Grid.to_json` has it; empty on latitudes.
+        boundary, relaxation: widths at the rim of a region; see `credit_dp.data.boundary`.
         along_grid: on a projection, which channels are winds along its axes; see `lies_along_grid`.
     """
 
@@ -194,8 +194,8 @@ class ModelMetadata:
         if self.frames < 1 or not 1 <= self.step_hours <= MAX_STEP_HOURS:
             raise ValueError("frames or step_hours is out of range")
         statistics = self.statistics_arrays
-        of_channels = (statistics.mean, statistics.std, statistics.tendency_std)
-        if len({len(self.channels), len(self.units), *map(len, of_channels)}) > 1:
+        outputs = (statistics.mean, statistics.std, statistics.tendency_std)
+        if len({len(self.channels), len(self.units), *map(len, outputs)}) > 1:
             raise ValueError("the numbers of channels, units and statistics differ")
         if self.along_grid and len(self.along_grid) != len(self.channels):
             raise ValueError("the numbers of channels and of along_grid differ")
@@ -262,16 +262,16 @@ class ModelMetadata:
         """
         data = state["data"]
         try:
-            of_data = data["fields"]
-            if "shape" in of_data:
-                projection = {name: of_data[name] for name in OF_PLANE}
-                of_data = {name: of_data[name] for name in of_data if name not in OF_PLANE}
-                of_data |= {"latitude": [], "longitude": [], "projection": projection}
+            entries = data["fields"]
+            if "shape" in entries:
+                projection = {name: entries[name] for name in PROJECTION_KEYS}
+                entries = {name: entries[name] for name in entries if name not in PROJECTION_KEYS}
+                entries |= {"latitude": [], "longitude": [], "projection": projection}
             return cls(
                 kind=data["model"]["kind"],
                 keys=data["model"]["keys"],
                 config=state["config"],
-                **of_data,
+                **entries,
                 forcing=data["data.forcing"],
                 static=data["data.static"],
                 frames=data["model.frames"],
@@ -498,42 +498,32 @@ def build_card(trained: TrainedModel, path: Path, run: Path) -> str:
     Raises:
         UserError: the run's config or its scores are damaged.
     """
+    metadata = trained.metadata
     try:
-        return render_card(trained, path, run / "metrics.json")
+        content = yaml.safe_load(checks.plain_yaml(metadata.config))
+        config = content if isinstance(content, dict) else {}
+        scores = read_scores(metadata, run / "metrics.json")
+        parts = [
+            f"{card_metadata(path.stem, scores)}\n\n# {path.stem}",
+            summary_text(trained),
+            "## Use",
+            usage_text(metadata, path),
+            "## Channels",
+            channels_table(metadata),
+            "## Training",
+            training_text(metadata, config),
+            "## Scores",
+            scores_table(scores),
+            "## Limits",
+            limits_text(scores, config),
+        ]
     except (*SCORE_ERRORS, yaml.YAMLError) as error:
-        message = " ".join(str(error).split())
         raise UserError(
             f"{run}: the config in its checkpoint, or metrics.json, can't be read "
-            f"({type(error).__name__}: {message}). Remove metrics.json if it is damaged."
+            f"({type(error).__name__}: {one_line_message(error)}). Remove metrics.json if it is "
+            "damaged."
         ) from error
-
-
-def render_card(trained: TrainedModel, path: Path, scores_file: Path) -> str:
-    """Return the card's text, section by section."""
-    metadata = trained.metadata
-    config = run_config(metadata)
-    scores = read_scores(metadata, scores_file)
-    parts = [
-        f"{card_metadata(path.stem, scores)}\n\n# {path.stem}",
-        summary_text(trained),
-        "## Use",
-        usage_text(metadata, path),
-        "## Channels",
-        channels_table(metadata),
-        "## Training",
-        training_text(metadata, config),
-        "## Scores",
-        scores_table(scores),
-        "## Limits",
-        limits_text(scores, config),
-    ]
     return "\n\n".join(parts) + "\n"
-
-
-def run_config(metadata: ModelMetadata) -> dict[str, Any]:
-    """Return the run's config; {} if it has none."""
-    config = yaml.safe_load(checks.plain_yaml(metadata.config))
-    return config if isinstance(config, dict) else {}
 
 
 def read_scores(metadata: ModelMetadata, file: Path) -> dict[str, Any] | None:
@@ -618,22 +608,17 @@ def channels_table(metadata: ModelMetadata) -> str:
     for index, name in enumerate(metadata.outputs):
         unit = metadata.units[index] or "-"
         channel = name if index < metadata.states else f"{name} (output only)"
-        mean = statistics.mean[index]
-        std = statistics.std[index]
+        mean, std = statistics.mean[index], statistics.std[index]
         lines.append(f"| {index} | {channel} | {unit} | {mean:.5g} | {std:.5g} |")
-    others = [
-        f"{kind}: {', '.join(names)}"
-        for kind, names in (
-            (
-                "computed from the time",
-                [n for n in metadata.forcing if n not in metadata.external_forcing],
-            ),
-            ("given by the caller", metadata.external_forcing),
-            ("in the file", metadata.static),
-        )
-        if names
-    ]
-    further = f"\n\nFurther inputs - {'; '.join(others)}." if others else ""
+    others = {
+        "computed from the time": [
+            name for name in metadata.forcing if name not in metadata.external_forcing
+        ],
+        "given by the caller": metadata.external_forcing,
+        "in the file": metadata.static,
+    }
+    listed = [f"{kind}: {', '.join(names)}" for kind, names in others.items() if names]
+    further = f"\n\nFurther inputs - {'; '.join(listed)}." if listed else ""
     return "\n".join(lines) + further
 
 

@@ -26,13 +26,13 @@ from credit_dp.data.statistics import Statistics
 from credit_dp.data.transforms import apply_transform_tensor
 from credit_dp.data.valid_points import ValidPoints
 from credit_dp.domain_parallel.transport import SingleRankTransport
-from credit_dp.errors import UserError
+from credit_dp.errors import UserError, first_line
 from credit_dp.export.file import ModelMetadata, TrainedModel, read_trained
 from credit_dp.models import build_model, cast_model
 from credit_dp.models.blocks import draw_noise, has_noise, keep_draws
 from credit_dp.physics.columns import PhysicalChannels, surface_geopotential
 from credit_dp.physics.fixers import Fixers, GlobalMean, build_fixers
-from credit_dp.plugins import find_plugins, first_line, registration_hint
+from credit_dp.plugins import find_plugins, registration_hint
 from credit_dp.random_streams import time_key
 from credit_dp.training.checkpoint import check_model_shapes, check_model_size
 from credit_dp.training.diffusion import Sampler
@@ -44,11 +44,8 @@ from credit_dp.training.state import MODEL_PREFIX, model_tensors
 class ChannelNormaliser:
     """Normalises and denormalises channels as in training; differentiable.
 
-    Args:
-        names: the variable of each channel.
-        variables: configs of variables that differ from the default.
-        statistics: of the training data.
-        prefix: prefix of these channels in `statistics`: "" for outputs, `forcing_` or `static_`.
+    `names` has the variable of each channel, and `variables` the configs that differ from the
+    default. The channels have a prefix in `statistics`: "" for outputs, `forcing_` or `static_`.
     """
 
     def __init__(
@@ -125,13 +122,13 @@ class Forecaster(nn.Module):
         states: number of the first output channels that are the state, and inputs again.
         units: of each output channel.
         latitude, longitude: `(H,)` and `(W,)`, in degrees, or `(H, W)` each, on a projection.
-        step: time between two states.
-        calendar: of the times.
+        step: the time between two states.
+        calendar: the calendar of the times.
         frames: number of input states.
         forcing: names of forcings that the caller gives, at the time of the newest state; those
             that depend on time and position alone are computed.
-        config: of the run that trained the model, as YAML.
-        fixers: correct the fields after each step, if the run has any.
+        config: the config of the run that trained the model, as YAML.
+        fixers: what corrects the fields after each step, if the run has any.
         diffusion: how a diffusion model is sampled, as its config has it; None: it is no such
             model. Set another one with `dataclasses.replace`.
     """
@@ -217,7 +214,7 @@ class Forecaster(nn.Module):
 
         Args:
             fields, times: see the class.
-            steps: number of steps.
+            steps: how many steps to make.
             forcing: returns `self.forcing` at times `(B,)`; needed if the model has any.
             boundary: returns the states at times `(B,)` after each step; see `forward`.
             member, seed: see `forward`.
@@ -255,10 +252,10 @@ class Forecaster(nn.Module):
             fields, times, forcing: see the class.
             boundary: states one step later, `(B, states, H, W)`, that give the rim of a model with
                 `data.boundary`, of which it needs one; what they have elsewhere is not used.
-            member: of an ensemble: the noise is that of `credit-dp forecast` for this member, from
-                0, with `perturb_seed=seed`; None: no noise, or member 0 of a diffusion model.
-            seed: of the noise.
-            number: of this step in its forecast, from 1, on which the noise depends.
+            member: a member of an ensemble, from 0: its noise is that of `credit-dp forecast` with
+                `perturb_seed=seed`; None: no noise, or member 0 of a diffusion model.
+            seed: chooses the noise.
+            number: this step's number in its forecast, from 1, on which the noise depends.
 
         Raises:
             UserError: a shape or a type is invalid, or the model has no noise.
@@ -288,10 +285,10 @@ class Forecaster(nn.Module):
     def _noise(
         self, initial_times: np.ndarray, stream: tuple[int, int | None, int]
     ) -> Iterator[Model]:
-        """Give the model the noise of seed, member and step inside the context, where it is called.
+        """Yield the model, which draws the noise of `(seed, member, number)` inside the context.
 
         Raises:
-            UserError: it has none, or seed, member or step are no numbers of a random stream.
+            UserError: it has no noise, or one of the three is too small.
         """
         seed, member, number = stream
         if member is None and self.diffusion is None:
@@ -365,7 +362,8 @@ class Forecaster(nn.Module):
         each = "the states" if self.frames == 1 else f"{self.frames} x {self.states} states"
         hint = ""
         # The usual mistake: the output of a step is given as input, with diagnostic channels.
-        if states != _channel_count(fields) in (out, states - self.states + out):
+        given = fields.shape[1] if isinstance(fields, Tensor) and fields.ndim == 4 else None
+        if states != given in (out, states - self.states + out):
             hint = (
                 f" The last {out - self.states} output channels are no inputs: leave them out, "
                 "with fields[:, : model.states], or use model.rollout."
@@ -428,23 +426,12 @@ def _decode_times(times: Times, calendar: Calendar) -> np.ndarray:
     return dates
 
 
-def _channel_count(fields: object) -> int | None:
-    """Return the number of channels of a 4-dimensional tensor; None for anything else."""
-    return fields.shape[1] if isinstance(fields, Tensor) and fields.ndim == 4 else None
-
-
 def _check_tensor(
     name: str, tensor: object, shape: tuple[int, int, int, int], channels: str, hint: str = ""
 ) -> None:
-    """Check that an argument is a floating-point tensor of this shape.
+    """Refuse an argument that is no floating-point tensor of this shape, `(B, C, H, W)`.
 
-    Args:
-        shape: samples, channels, rows and columns.
-        channels: number and names of the channels, for the message.
-        hint: advice at the end of the message.
-
-    Raises:
-        UserError: says what is needed and what came.
+    The message has the number and names of the channels, and ends with the hint.
     """
     count, _, rows, columns = shape
     needs = f"{count} sample{'s' if count != 1 else ''} (one for each time) x {channels}"

@@ -9,8 +9,7 @@ from typing import Any
 
 import yaml  # type: ignore[import-untyped]
 
-from credit_dp.errors import UserError
-from credit_dp.plugins import first_line
+from credit_dp.errors import UserError, first_line
 
 SCHEME = "hf://"
 SUFFIX = ".safetensors"

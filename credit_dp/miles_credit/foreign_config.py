@@ -14,6 +14,7 @@ from typing import Any, ClassVar, final
 import yaml  # type: ignore[import-untyped]
 
 from credit_dp.errors import UserError
+from credit_dp.plugins import one_line_message
 
 Reasons = Mapping[str, str]
 NO_REASON = "nothing here corresponds to it"
@@ -34,10 +35,6 @@ class ForeignConfig:
     """The config of another package, which remembers the keys that were read.
 
     Keys are paths with dots, such as `trainer.scheduler.min_lr`; a list is one value.
-
-    Args:
-        path: of the file, for messages.
-        tree: content of the file.
     """
 
     def __init__(self, path: Path, tree: Mapping[str, Any]) -> None:
@@ -60,8 +57,7 @@ class ForeignConfig:
                 f"{path}: can't be read ({error.strerror}). Give the path of a config in YAML."
             ) from error
         except (UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
-            reason = " ".join(str(error).split())
-            raise UserError(f"{path}: is no config in YAML ({reason}).") from error
+            raise UserError(f"{path}: is no config in YAML ({one_line_message(error)}).") from error
         if not isinstance(tree, dict):
             raise UserError(f"{path}: needs a table of keys, got {type(tree).__name__}.")
         return cls(path, tree)
@@ -132,8 +128,7 @@ class ForeignConfig:
     def lines(self, reasons: Reasons) -> list[str]:
         """Return the remarks, and a line for each key that was not read.
 
-        Args:
-            reasons: why a key has no counterpart, by the beginning of its path.
+        `reasons` says why a key has no counterpart, by the beginning of its path.
         """
         texts = dict(self.remarks)
         for key in self._leaves():
@@ -181,9 +176,9 @@ class Experiment:
     """An experiment: choices of groups, keys, and the files of a model that comes with it.
 
     Attributes:
-        choices: of config groups, `{"data": "zarr"}`.
-        keys: by path with dots; a table as value is written as it is.
-        plugin: text of a plug-in file that `choices["model"]` needs; None: none is needed.
+        choices: the choice of each config group, such as `{"data": "zarr"}`.
+        keys: values by path with dots; a table as value is written as it is.
+        plugin: the text of a plug-in file that `choices["model"]` needs; None: none is needed.
         write_weights: writes the weights of the plug-in's model to a path; None: it has none.
     """
 

@@ -19,10 +19,11 @@ from typing import TYPE_CHECKING, Any
 from credit_dp import checks
 from credit_dp.config import has_variable
 from credit_dp.config.model import BUDGETS
-from credit_dp.errors import UserError
+from credit_dp.errors import UserError, first_line
 from credit_dp.files import atomic_path
 from credit_dp.miles_credit import model_plugin
 from credit_dp.miles_credit.foreign_config import Experiment, ForeignConfig, Reasons
+from credit_dp.plugins import one_line_message
 from credit_dp.variable_names import canonical_name
 
 if TYPE_CHECKING:
@@ -139,10 +140,8 @@ def read_credit(
 ) -> tuple[Experiment, list[str]]:
     """Return the experiment of a config of miles-credit, and a line for each other key.
 
-    Args:
-        config: the file.
-        name: of the experiment.
-        checkpoint: a file with weights, or the folder that has it; None: the model starts anew.
+    The experiment has a name, which its file of weights gets. A checkpoint is a file with weights,
+    or the folder that has it; without one the model starts anew.
 
     Raises:
         UserError: a value can't be used, or the checkpoint can't be read.
@@ -406,7 +405,6 @@ def _read_mesh(config: ForeignConfig, experiment: Experiment) -> None:
 def _read_schedule(
     config: ForeignConfig, experiment: Experiment, epochs: int | None, batches: int
 ) -> None:
-    """Read the learning rate and its schedule."""
     prefix = "trainer.scheduler"
     lr = config.number("trainer.learning_rate")
     kind = config.read(f"{prefix}.scheduler_type", "none")
@@ -447,7 +445,6 @@ def _read_schedule(
 
 
 def _read_loss(config: ForeignConfig, experiment: Experiment, roles: Roles) -> None:
-    """Read the error, and the weights of rows and variables."""
     outputs = [*roles.prognostic, *roles.diagnostic]
     args = "loss.args" if config.has("loss.args") else "loss"
     named = config.read("loss.type", "base") if args == "loss.args" else "base"
@@ -488,8 +485,8 @@ def _read_loss(config: ForeignConfig, experiment: Experiment, roles: Roles) -> N
         elif len({float(value) for value in values}) == 1:
             plain[variable] = float(values[0])
         elif variable in roles.on_levels and len(values) == len(levels):
-            of_levels = zip(levels, values, strict=True)
-            plain |= {f"{variable}_{level}": float(value) for level, value in of_levels}
+            pairs = zip(levels, values, strict=True)
+            plain |= {f"{variable}_{level}": float(value) for level, value in pairs}
         else:
             config.remark(
                 f"{key}.{name}",
@@ -631,8 +628,9 @@ def _read_hybrid(config: ForeignConfig, experiment: Experiment, key: str) -> Non
         with xr.open_dataset(paths[0], engine=engine) as data:
             found = {to: data[name].values.tolist() for to, name in zip("ab", names, strict=True)}
     except (OSError, ValueError, KeyError) as error:
-        reason = " ".join(str(error).split())
-        raise UserError(f"{config.path}: {where}: {paths[0]} can't be read ({reason}).") from error
+        raise UserError(
+            f"{config.path}: {where}: {paths[0]} can't be read ({one_line_message(error)})."
+        ) from error
     experiment.set("data.hybrid", found)
 
 
@@ -654,7 +652,7 @@ def _read_ensemble(config: ForeignConfig, experiment: Experiment, members: int) 
     )
 
 
-# ------------------------------------------------------------------------------------- the model
+# The model
 
 
 def _read_model(
@@ -852,10 +850,9 @@ def _per_level(config: ForeignConfig, key: str, levels: int, default: object) ->
 
 
 def read_weights(checkpoint: str) -> "tuple[Path, dict[str, Tensor]]":
-    """Return the path and the weights of a checkpoint of miles-credit, by name.
+    """Return the path and the weights, by name, of a checkpoint of miles-credit.
 
-    Args:
-        checkpoint: the file, or the folder with `model_checkpoint.pt` or `checkpoint.pt`.
+    It is a file, or a folder with `model_checkpoint.pt` or `checkpoint.pt`.
 
     Raises:
         UserError: there is no file, it is damaged, or it holds more than tensors and plain values,
@@ -875,24 +872,18 @@ def read_weights(checkpoint: str) -> "tuple[Path, dict[str, Tensor]]":
     except FileNotFoundError:
         raise UserError(f"CHECKPOINT: there is no file {path}. Give a checkpoint.") from None
     except (pickle.UnpicklingError, RuntimeError, EOFError, OSError, ValueError) as error:
-        reason = str(error).strip().split("\n")[0]
         raise UserError(
-            f"CHECKPOINT: {path} can't be read as weights ({reason}). Give a file with "
+            f"CHECKPOINT: {path} can't be read as weights ({first_line(error)}). Give a file with "
             "tensors only, as torch.save(model.state_dict(), FILE) writes it."
         ) from error
     state = content.get("model_state_dict", content) if isinstance(content, dict) else content
     if not isinstance(state, dict) or not state or not all(map(torch.is_tensor, state.values())):
         raise UserError(f"CHECKPOINT: {path} has no table of weights `model_state_dict`.")
-    of_wrappers = re.compile(r"^(module\.|_orig_mod\.)+")  # of DDP and torch.compile
-    return path, {of_wrappers.sub("", str(name)): tensor for name, tensor in state.items()}
+    wrappers = re.compile(r"^(module\.|_orig_mod\.)+")  # of DDP and torch.compile
+    return path, {wrappers.sub("", str(name)): tensor for name, tensor in state.items()}
 
 
 def _write_weights(source: Path, tensors: "dict[str, Tensor]", path: Path) -> None:
-    """Write weights as safetensors.
-
-    Raises:
-        OSError: the file can't be written.
-    """
     from safetensors.torch import save_file
 
     separate = {name: tensor.detach().clone().contiguous() for name, tensor in tensors.items()}

@@ -33,14 +33,14 @@ VARYING_KEYS = (
 def find_series(sweep: Sweep) -> list[list[Row]]:
     """Return all series among the runs of a sweep, each with its rows by rising ranks.
 
-    A row has the columns of `timing_of`, `speed_up` and `efficiency`, and of its series the title
-    (`series`), the `axis` whose ranks differ, and the `kind`: `strong` with the same grid and
-    batch, `weak` with the same rows or samples of each rank.
+    A row has the columns of `measure_timing`, `speed_up` and `efficiency`. It also has those of its
+    series: the title (`series`), the `axis` whose ranks differ, and the `kind`, which is `strong`
+    with the same grid and batch, and `weak` with the same rows or samples of each rank.
 
     Raises:
         UserError: no series has at least two numbers of ranks.
     """
-    timed = [(job, timing) for job in sweep.jobs if (timing := timing_of(job)) is not None]
+    timed = [(job, timing) for job in sweep.jobs if (timing := measure_timing(job)) is not None]
     series: list[list[Row]] = []
     for kind, axis in SERIES_KINDS:
         groups: dict[str, dict[int, list[tuple[Job, Row]]]] = defaultdict(lambda: defaultdict(list))
@@ -81,7 +81,7 @@ def compare(timing: Row, first: Row, kind: str) -> dict[str, Any]:
     return {**timing, "speed_up": speed_up, "efficiency": speed_up / growth}
 
 
-def timing_of(job: Job) -> dict[str, Any] | None:
+def measure_timing(job: Job) -> dict[str, Any] | None:
     """Return the columns of a run; None if it has too few logged steps after the warm-up.
 
     Seconds, waiting for data, and bytes between ranks are medians over steps, memory is that of the

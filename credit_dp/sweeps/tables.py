@@ -23,7 +23,7 @@ class SweepTable:
     """The runs of a sweep in the order to show.
 
     Attributes:
-        folder: of the sweep.
+        folder: the folder of the sweep.
         keys: the swept keys, which are columns.
         metric: the column to compare runs by.
         rows: the values of each run by column; a value that does not exist yet is None.
@@ -36,13 +36,10 @@ class SweepTable:
 
 
 def sweep_table(sweep: Sweep, metric: str = "", sort: str = "metric") -> SweepTable:
-    """Return the table of a sweep.
+    """Return the table of a sweep, whose runs are compared by a metric; see `choose_metric`.
 
-    Args:
-        sweep: with its runs.
-        metric: to compare runs by; empty: see `choose_metric`.
-        sort: a column, with - before it in the opposite order; by the metric, the best run comes
-            first. Runs without a value are last.
+    `sort` is a column, with - before it in the opposite order; by the metric, the best run comes
+    first. Runs without a value are last.
 
     Raises:
         UserError: no run has this metric, or there is no such column.

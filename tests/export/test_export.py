@@ -199,11 +199,16 @@ def test_the_card_of_a_region_says_so_and_its_block_runs(region, tmp_path, monke
     assert ModelMetadata.from_texts("a", metadata.to_texts()).along_grid == [False, True]
 
 
+def content(file: Path) -> tuple[dict[str, str], dict[str, torch.Tensor]]:
+    """Return the metadata and the tensors of a file."""
+    with safe_open(str(file), framework="pt") as opened:
+        names = opened.keys()
+        return opened.metadata(), {name: opened.get_tensor(name) for name in names}
+
+
 def doctored(file: Path, place: Path, changes: dict[str, str]) -> Path:
     """Write a file again with other metadata and without checksums."""
-    with safe_open(str(file), framework="pt") as opened:
-        texts = opened.metadata()
-        tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+    texts, tensors = content(file)
     del texts["checksums"]
     save_file(tensors, place, texts | changes)
     return place
@@ -302,9 +307,7 @@ def test_the_loaded_model_describes_itself(run, file):
 
 def test_the_file_is_plain_and_says_it_all(run, file):
     _, config, training = run
-    with safe_open(str(file), framework="pt") as opened:
-        texts = opened.metadata()
-        tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+    texts, tensors = content(file)
     static = tensors.pop("credit_dp.static")
     prepared = prepare_training_data(config.data)
     assert np.array_equal(static.numpy(), prepared.store.read_static(slice(None)))
@@ -529,9 +532,7 @@ def test_a_config_of_a_far_larger_model_is_refused_before_it_is_built(file):
 
 
 def test_a_flipped_bit_is_found_and_files_without_checksums_are_read(file, tmp_path):
-    with safe_open(str(file), framework="pt") as opened:
-        texts = opened.metadata()
-        tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+    texts, tensors = content(file)
     other = tmp_path / "m.safetensors"
     name = max(tensors, key=lambda name: tensors[name].nbytes)
     for part, damaged in (
@@ -539,9 +540,9 @@ def test_a_flipped_bit_is_found_and_files_without_checksums_are_read(file, tmp_p
         (b"step_hours", "its metadata"),
         (texts["statistics"][-30:].encode(), "its metadata"),
     ):
-        content = bytearray(file.read_bytes())
-        content[content.index(part)] ^= 1
-        other.write_bytes(content)
+        damaged_bytes = bytearray(file.read_bytes())
+        damaged_bytes[damaged_bytes.index(part)] ^= 1
+        other.write_bytes(damaged_bytes)
         assert f"is damaged: {damaged} is not as it was written" in refusal(other)
     del texts["checksums"]
     save_file(tensors, other, texts)

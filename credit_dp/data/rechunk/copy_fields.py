@@ -180,7 +180,7 @@ class PrepareJob:
         Processes of this machine call `start_worker` first.
 
         Raises:
-            UserError: one can't be read or written.
+            UserError: a time can't be read or written, or a process was killed.
         """
         with explain_disk_errors(self.out):
             self._begin()
@@ -253,7 +253,9 @@ class PrepareJob:
             except (OSError, ValueError, RuntimeError) as error:
                 problem = f"cannot be read ({error})"
             else:
-                fields = self.selected.fields(time, time + 1, slice(first, stop))
+                fields = np.asarray(
+                    self.selected.fields(time, time + 1, slice(first, stop)), np.float32
+                )
                 # Bit by bit, including NaN and signs of zero.
                 if not np.array_equal(written.view(np.uint32), fields.view(np.uint32)):
                     problem = "differ from what the store holds now"

@@ -89,8 +89,8 @@ class ModelMetadata:
         residual: whether the network predicts the change over a step.
         step_hours: the model's step.
         latitude, longitude: degrees of rows and columns; empty on a projection.
-        statistics: by the names of `Statistics`, in the store's units; quantiles are lists of
-            lists.
+        statistics: the lists of `Statistics` by their names, in the store's units; quantiles are
+            lists of lists.
         step, seed: optimiser steps and seed of the training.
         versions: versions of the libraries used for training.
         diagnostic: number of channels, at the end, that are outputs but no inputs.

@@ -120,7 +120,7 @@ class Forecaster(nn.Module):
     Attributes:
         variables: names of the output channels, in order.
         states: number of the first output channels that are the state, and inputs again.
-        units: of each output channel.
+        units: the unit of each output channel.
         latitude, longitude: `(H,)` and `(W,)`, in degrees, or `(H, W)` each, on a projection.
         step: the time between two states.
         calendar: the calendar of the times.

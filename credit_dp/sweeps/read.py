@@ -48,7 +48,7 @@ class Job:
     Attributes:
         overrides: value by key, as given on the command line.
         state: done, running, failed, preempted or not started.
-        cause: of a failure, in one line.
+        cause: why it failed, in one line.
         config: resolved; empty before the run has started.
         numbers: one for each column of its log, see `summarise`.
         scores: its `metrics.json`; empty before its end.

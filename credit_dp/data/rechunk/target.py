@@ -19,7 +19,6 @@ from zarr.codecs import BloscCodec, Crc32cCodec
 from zarr.core.buffer import Buffer
 from zarr.storage import LocalStore, MemoryStore, WrapperStore
 
-from credit_dp.data.calendar import Calendar, Times
 from credit_dp.data.grid import FieldArray
 from credit_dp.data.rechunk.selected_fields import SelectedFields
 from credit_dp.data.sources.prepared import METADATA_ATTRIBUTE
@@ -80,7 +79,13 @@ def read_attributes(folder: Path) -> Mapping[str, Any]:
 
 def _write_coordinates(group: zarr.Group, selected: SelectedFields) -> None:
     grid = selected.grid
-    times, time_units = encode_times(selected.times, selected.calendar, selected.metadata.origin)
+    between_minutes = selected.times[selected.times.astype("M8[m]") != selected.times]
+    if len(between_minutes):
+        raise UserError(
+            f"{selected.metadata.origin}: a prepared store needs full minutes, but has "
+            f"{between_minutes[0]}. Round the times of the store, or change data.store."
+        )
+    times, time_units = selected.calendar.encode(selected.times)
     time_attributes = {
         "units": time_units,
         "calendar": selected.calendar.cf_name,
@@ -106,21 +111,6 @@ def _write_coordinates(group: zarr.Group, selected: SelectedFields) -> None:
                 dimension_names=dims.get(name, (name,)),
                 attributes=dict(attributes),
             )
-
-
-def encode_times(times: Times, calendar: Calendar, where: str) -> tuple[NDArray[np.int64], str]:
-    """Return times as numbers, and their units.
-
-    Raises:
-        UserError: a time is not a full minute.
-    """
-    not_whole = times[times.astype("M8[m]") != times]
-    if len(not_whole):
-        raise UserError(
-            f"{where}: a prepared store needs full minutes, but has {not_whole[0]}. "
-            "Round the times of the store, or change data.store."
-        )
-    return calendar.encode(times)
 
 
 @final

@@ -236,9 +236,9 @@ class PrepareJob:
             UserError: a time is missing, damaged, or differs from the source.
         """
         num_times, _, height, _ = self.selected.shape
-        date_of = self.selected.calendar.text
+        calendar, dates = self.selected.calendar, self.selected.times
         if missing := self.missing():
-            date = date_of(self.selected.times[missing[0]])
+            date = calendar.text(dates[missing[0]])
             raise UserError(f"{self.partial}: {date} is missing. Run the same command again.")
         array = open_fields(self.partial)
         # The same job compares the same samples.
@@ -261,9 +261,9 @@ class PrepareJob:
                     problem = "differ from what the store holds now"
             if problem:
                 raise UserError(
-                    f"{self.partial}: rows {first} to {stop - 1} at "
-                    f"{date_of(self.selected.times[time])} {problem}. Check the disk and the "
-                    f"store, remove {self.partial}, and start again."
+                    f"{self.partial}: rows {first} to {stop - 1} at {calendar.text(dates[time])} "
+                    f"{problem}. Check the disk and the store, remove {self.partial}, and start "
+                    "again."
                 )
         return len(times)
 

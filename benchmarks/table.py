@@ -24,7 +24,10 @@ from credit_dp.files import write_text_atomic
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks/results.json"
-PAGES = tuple(ROOT / name for name in ("README.md", "docs/performance.md", "docs/model-zoo.md"))
+PAGES = tuple(
+    ROOT / name
+    for name in ("README.md", "docs/performance.md", "docs/model-zoo.md", "benchmarks/README.md")
+)
 MARKED = re.compile(r"<!-- figures: (.*?) -->.*?<!-- end of figures -->", re.DOTALL)
 COST = ("seconds", "stolen")  # keys with the cost of measuring a part
 NAMES = ("what", "against", "best", "typical", "baseline / itself", "goal", "met")
@@ -78,8 +81,6 @@ OTHERS = (
     Group("a step of 40 tiny layers", r"^sharded step of 20 x"),
     Group("step without data, one rank", r"^step without data"),
     Group("training step with compile=true", r"^training step with compile=true"),
-    Group("loader, rows of 181x360", r"^loader's throughput, .* 181x360"),
-    Group("loader, rows of 721x1440", r"^loader's throughput, .* 721x1440"),
     Group("loader with limits of values", r"^loader's throughput with limits"),
     Group("loader, 721x1440, uncompressed", r"^loader reads .* none"),
     Group("zarr, the same", r"^zarr reads .* none"),

@@ -406,13 +406,6 @@ def _diffusers_unet() -> nn.Module:
     return AtOneTime(**fields, **blocks, block_out_channels=(32, 64, 64), norm_num_groups=8)
 
 
-def _own(name: str, *settings: Any) -> nn.Module:
-    from tests.zoo import weather
-
-    model: nn.Module = getattr(weather, name)(*settings).double()
-    return model
-
-
 IMAGE = (2, 3, 256, 256)
 # Name of a model, function that builds it, and the shape of its input.
 MODELS: list[tuple[str, Callable[[], nn.Module], tuple[int, ...]]] = [
@@ -428,12 +421,6 @@ MODELS: list[tuple[str, Callable[[], nn.Module], tuple[int, ...]]] = [
     ("timm Swin v2", partial(_swin, "swinv2_tiny_window8_256", 256), IMAGE),
     ("timm MaxViT", partial(_timm, "maxvit_nano_rw_256"), IMAGE),
     ("timm DaViT", partial(_timm, "davit_tiny", features_only=True), (1, 3, 448, 448)),
-    ("own Swin", partial(_own, "Swin"), (1, 3, 128, 256)),
-    ("own CrossFormer", partial(_own, "CrossFormer"), (1, 3, 128, 256)),
-    ("own Pangu", partial(_own, "Pangu", (2, 4, 4), 64), (1, 4, 128, 256)),
-    ("own FuXi", partial(_own, "FuXi"), (1, 3, 128, 256)),
-    ("own ConvLSTM", partial(_own, "ConvLSTM"), (1, 3, 128, 256)),
-    ("own attentive U-Net", partial(_own, "AttentiveUNet"), (1, 3, 128, 256)),
 ]
 
 GRIDS = ((96, 192), (224, 448))

@@ -20,7 +20,6 @@ PAGES = (
     "loss",
     "optimizer",
     "checkpoints",
-    "metrics",
     "failures",
     "data-tables",
     "quickstart-climate",

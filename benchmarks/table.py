@@ -233,19 +233,11 @@ def goals_met(rows: Sequence[Row]) -> str:
 def model_table(models: Sequence[Mapping[str, Any]]) -> str:
     """Return the table of models of other packages."""
 
-    def pair(values: Sequence[float | None], form: str = ".2f") -> str:
-        return ", ".join(f"{value:{form}}" for value in values if value is not None)
+    def pair(values: Sequence[float | None]) -> str:
+        return ", ".join(f"{value:.2f}" for value in values if value is not None)
 
     return markdown_table(
-        (
-            "model",
-            "points",
-            "speed of 2 ranks",
-            "memory",
-            "a rank sends, MB",
-            "messages",
-            "over the least",
-        ),
+        ("model", "points", "speed of 2 ranks", "memory", "a rank sends, MB", "over the least"),
         [
             [
                 model["name"],
@@ -253,7 +245,6 @@ def model_table(models: Sequence[Mapping[str, Any]]) -> str:
                 pair([model["best"], model["typical"]]),
                 pair(model["memory"]),
                 pair(model["megabytes"]),
-                pair(model["messages"], "d"),
                 pair(model["excess"]),
             ]
             for model in models

@@ -17,6 +17,7 @@ ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
 from tests.zoo.families import Family, all_families  # noqa: E402
+from tests.zoo.weather import FAMILIES as WEATHER  # noqa: E402
 
 PAGES = (ROOT / "README.md", ROOT / "docs/model-zoo.md")
 MEASURED = ROOT / "tests/zoo/measured.json"
@@ -54,8 +55,6 @@ def measure_all(names: list[str]) -> None:
 
 def count() -> str:
     """Return how many models of which packages there are, and how many were written here."""
-    from tests.zoo.weather import FAMILIES as WEATHER
-
     packages = Counter(family.package for family in all_families().values())
     del packages["own"]
     *most, last = [name for name, _ in packages.most_common()]
@@ -66,17 +65,19 @@ def count() -> str:
 
 
 def table() -> str:
-    """Return a row for each package."""
+    """Return a row for each package, and one for models written here after publications."""
     measured = json.loads(MEASURED.read_text())
     packages: dict[str, list[Family]] = {}
     for family in all_families().values():
-        packages.setdefault(family.package, []).append(family)
+        if family.package != "own":
+            packages.setdefault(family.package, []).append(family)
+    packages["after published designs"] = WEATHER
     lines = [
         "| package | models | of them by layers | memory on 4 ranks | names |",
         "|---|---|---|---|---|",
     ]
     for package, families in packages.items():
-        prefix = {"segmentation-models-pytorch": "smp_", "own": ""}.get(package, f"{package}_")
+        prefix = {"segmentation-models-pytorch": "smp_"}.get(package, f"{package}_")
         names = []
         for family in families:
             share = measured[family.name]["memory"]

@@ -23,7 +23,6 @@ PAGES = (
     "failures",
     "data-tables",
     "quickstart-climate",
-    "own-model-rules",
     "keys",
 )
 

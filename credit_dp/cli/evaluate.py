@@ -219,7 +219,7 @@ def with_truth(request: "ScoreRequest", forecast: "ForecastStore") -> "ScoreRequ
     Raises:
         UserError: there is no truth, and the forecasts do not name their stores.
     """
-    from credit_dp.forecast.writer import given_width, read_settings_attribute
+    from credit_dp.forecast.format import given_width, read_settings_attribute
 
     settings = read_settings_attribute(forecast.attributes)
     stores = request.truth or tuple(settings.get("stores", ()))

@@ -163,8 +163,8 @@ def open_forecast(where: str) -> "tuple[ForecastStore, str]":
     from credit_dp.evaluation.alignment import translate_error_keys
     from credit_dp.evaluation.forecast_store import ForecastStore
     from credit_dp.evaluation.maps import SIMULATED, planet_of
+    from credit_dp.forecast.format import read_settings_attribute
     from credit_dp.forecast.sharded import open_sharded
-    from credit_dp.forecast.writer import read_settings_attribute
 
     path = None if "://" in where else checks.expand_home("path", where)
     with translate_error_keys("the path"):

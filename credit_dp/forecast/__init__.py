@@ -1,9 +1,9 @@
 """Make forecasts with a trained model on sharded fields, and write, check and read them.
 
 In this order: `request` parses what to forecast, `make_forecasts` builds the model, reads initial
-states (`initial_file`: from files of other sources) and drives all ranks, `writer` (with
-`zarr_writer`, `netcdf_writer` and `grib_writer`) writes fields in the layout of `format`; `check`
-verifies a forecast on disk, `sharded` joins its files.
+states (`initial_file`: from files of other sources) and drives all ranks, `writer` writes fields in
+the layout of `format` to a zarr store (`stored_forecast`), which may be copied to other formats
+(`netcdf_forecast`, `grib_forecast`); `check` verifies a forecast on disk, `sharded` joins its files.
 """
 
 from pathlib import Path

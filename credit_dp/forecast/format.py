@@ -1,11 +1,13 @@
-"""The layout of a forecast on disk: WeatherBench 2's dims with CF attributes, and its settings.
+"""The layout of a forecast: WeatherBench 2's dims with CF attributes, and its settings.
 
-`ForecastFormat` describes dims, coordinates and variables for all writers. `settings_of` returns
-what a forecast's values depend on; only a forecast with the same settings is resumed.
+`ForecastFormat` describes dims, coordinates and variables of every form on disk. `settings_of`
+returns what a forecast's values depend on; only a forecast with the same settings is resumed.
 """
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple, final
 
@@ -22,25 +24,45 @@ from credit_dp.errors import UserError
 from credit_dp.forecast.request import ForecastConfig, ForecastJob, ForecastRequest
 
 CONVENTIONS = "CF-1.11"
+SETTINGS_ATTRIBUTE = "credit_dp_forecast"  # global attribute with a forecast's settings, as JSON
+BOUNDARY_ATTRIBUTE = "credit_dp_boundary"  # rows and columns at each edge that it was given
 LEAD_DIM = "prediction_timedelta"
 LEAD_BOUNDS = f"{LEAD_DIM}_bounds"
-# xarray decodes hours as timedelta64 only if the attribute `dtype` says so.
-LEAD_ENCODING = {"units": "hours", "dtype": "timedelta64[ns]"}
-PRESSURE_LEVEL = ("air_pressure", "pressure level", "hPa")
-MODEL_LEVEL = ("model_level_number", "model level, from the top", "1")
 
 Attributes = dict[str, Any]
 
+MEMBER: Attributes = {
+    "standard_name": "realization",
+    "long_name": "member of the ensemble",
+    "units": "1",
+}
+TIME: Attributes = {"standard_name": "forecast_reference_time", "long_name": "initial time"}
+LEAD: Attributes = {
+    "standard_name": "forecast_period",
+    "long_name": "lead time",
+    "units": "hours",
+    "dtype": "timedelta64[ns]",  # or xarray would not decode hours as timedelta64
+}
+PRESSURE_LEVEL: Attributes = {
+    "standard_name": "air_pressure",
+    "long_name": "pressure level",
+    "units": "hPa",
+    "positive": "down",
+    "axis": "Z",
+}
+MODEL_LEVEL = PRESSURE_LEVEL | {
+    "standard_name": "model_level_number",
+    "long_name": "model level, from the top",
+    "units": "1",
+}
+DEGREES: Mapping[str, Attributes] = {
+    name: {"standard_name": name, "long_name": name, "units": units}
+    for name, units in (("latitude", "degrees_north"), ("longitude", "degrees_east"))
+}
 
-class Coordinate(NamedTuple):
-    """Values and attributes of one dimension."""
 
-    values: NDArray[Any]
-    attributes: Attributes
-
-
-class Auxiliary(NamedTuple):
-    """Values along other dims than their name, such as bounds, and attributes."""
+class FixedArray(NamedTuple):
+    """An array that is known before the forecast is made, such as a coordinate."""
 
     name: str
     dims: tuple[str, ...]
@@ -177,83 +199,69 @@ class ForecastFormat:
         """Return the first dims of every variable; each of their indices is one field on disk."""
         return (*(("number",) if self.members else ()), "time", LEAD_DIM)
 
-    @property
-    def coordinates(self) -> dict[str, Coordinate]:
-        """Return the coordinates of all dims that the forecast has, by name."""
+    @cached_property
+    def fixed_arrays(self) -> tuple[FixedArray, ...]:
+        """Return the coordinates of all dims, bounds of sums, and what CF needs of projections."""
         times, time_units = self.calendar.encode(self.times)
-        coordinates = {
-            "number": Coordinate(
-                np.arange(self.members),
-                _coordinate_attributes("realization", "member of the ensemble", {"units": "1"}),
-            ),
-            "time": Coordinate(
-                times,
-                _coordinate_attributes(
-                    "forecast_reference_time",
-                    "initial time",
-                    {"units": time_units, "calendar": self.calendar.cf_name},
-                ),
-            ),
-            LEAD_DIM: Coordinate(
-                np.array(self.hours, np.int64),
-                _coordinate_attributes("forecast_period", "lead time", LEAD_ENCODING)
-                | ({"bounds": LEAD_BOUNDS} if self.summed else {}),
-            ),
-            "level": Coordinate(np.array(self.levels, np.int64), self._level_attributes()),
-            **self._horizontal_coordinates(),
-        }
+        hours = np.array(self.hours, np.int64)
+        levels = np.array(self.levels, np.int64)
+        of_times = TIME | {"units": time_units, "calendar": self.calendar.cf_name}
+        of_leads = LEAD | ({"bounds": LEAD_BOUNDS} if self.summed else {})
+        coordinates = [
+            _coordinate("number", np.arange(self.members), MEMBER),
+            _coordinate("time", times, of_times),
+            _coordinate(LEAD_DIM, hours, of_leads),
+            _coordinate("level", levels, MODEL_LEVEL if self.model_levels else PRESSURE_LEVEL),
+            *self._horizontal_coordinates(),
+        ]
         # Without members or levels their coordinates are empty.
-        return {name: axis for name, axis in coordinates.items() if len(axis.values)}
-
-    def _horizontal_coordinates(self) -> dict[str, Coordinate]:
-        """Return the coordinates of rows and columns: degrees, or the axes of a projection."""
-        if self.cells is not None:
-            numbers = np.arange(self.height)
-            return {"cell": Coordinate(numbers, {"long_name": "number of the cell"})}
-        if not self.grid.is_projected:
-            return {
-                name: Coordinate(getattr(self.grid, name), DEGREES[name] | {"axis": axis})
-                for name, axis in (("latitude", "Y"), ("longitude", "X"))
-            }
-        _, _, *axes = self.grid.projection
-        return {
-            axis.name: Coordinate(axis.values, dict(axis.attributes))
-            if len(axis.values)
-            else Coordinate(np.arange(size), {"long_name": f"number of the {name}"})
-            for axis, size, name in zip(axes, self.grid, ("row", "column"), strict=True)
-        }
-
-    @property
-    def auxiliary(self) -> tuple[Auxiliary, ...]:
-        """Return what else the file has: bounds of sums, and of projections what CF needs."""
-        others = []
+        arrays = [array for array in coordinates if len(array.values)]
         if self.summed:  # they cover the span between
-            hours = np.array(self.hours, np.int64)
-            values = np.stack([hours - self.span, hours], axis=1)
+            bounds = np.stack([hours - self.span, hours], axis=1)
             # CF takes the attributes of bounds from the dimension.
-            others.append(Auxiliary(LEAD_BOUNDS, (LEAD_DIM, "bounds"), values, {}))
+            arrays.append(FixedArray(LEAD_BOUNDS, (LEAD_DIM, "bounds"), bounds, {}))
         if self.cells is not None or self.grid.is_projected:
             degrees = self.cells or self.grid
-            others += [
-                Auxiliary(name, self.horizontal_dims, getattr(degrees, name), DEGREES[name])
-                for name in ("latitude", "longitude")
+            arrays += [
+                FixedArray(name, self.horizontal_dims, getattr(degrees, name), attributes)
+                for name, attributes in DEGREES.items()
             ]
         if self.grid.projection.name:
             name, attributes, *_ = self.grid.projection
-            others.append(Auxiliary(name, (), np.array(0, np.int32), dict(attributes)))
-        return tuple(others)
+            arrays.append(FixedArray(name, (), np.array(0, np.int32), dict(attributes)))
+        return tuple(arrays)
+
+    def _horizontal_coordinates(self) -> list[FixedArray]:
+        """Return the coordinates of rows and columns: degrees, or the axes of a projection."""
+        if self.cells is not None:
+            numbers = np.arange(self.height)
+            return [_coordinate("cell", numbers, {"long_name": "number of the cell"})]
+        if not self.grid.is_projected:
+            return [
+                _coordinate(name, getattr(self.grid, name), DEGREES[name] | {"axis": axis})
+                for name, axis in (("latitude", "Y"), ("longitude", "X"))
+            ]
+        _, _, *axes = self.grid.projection
+        return [
+            _coordinate(axis.name, axis.values, dict(axis.attributes))
+            if len(axis.values)
+            else _coordinate(axis.name, np.arange(size), {"long_name": f"number of the {name}"})
+            for axis, size, name in zip(axes, self.grid, ("row", "column"), strict=True)
+        ]
 
     def shape(self, variable: OutputVariable) -> tuple[int, ...]:
         """Return the sizes of a variable's dims."""
-        return tuple(len(self.coordinates[dim].values) for dim in variable.dims)
+        sizes = {x.name: len(x.values) for x in self.fixed_arrays if x.dims == (x.name,)}
+        return tuple(sizes[dim] for dim in variable.dims)
 
-    def selection(self, rows: slice) -> tuple[slice, ...]:
-        """Return the index of rows in the `horizontal_dims`, with all columns."""
-        return (rows, slice(None))[: len(self.horizontal_dims)]
-
-    def field_index(self, member: int, time: int, lead: int) -> tuple[int, ...]:
+    def leading_index(self, job: ForecastJob, lead: int) -> tuple[int, ...]:
         """Return the index of a field in the `leading_dims`."""
-        return (*((member,) if self.members else ()), time, lead)
+        return (*((job.member,) if self.members else ()), job.time, lead)
+
+    def index(self, job: ForecastJob, lead: int, rows: slice) -> tuple[Any, ...]:
+        """Return the index of rows of a field, with all levels and columns."""
+        horizontal = (rows, slice(None))[: len(self.horizontal_dims)]
+        return (*self.leading_index(job, lead), ..., *horizontal)
 
     def describe_field(self, job: ForecastJob, lead: int) -> str:
         """Return initial time, lead time and member as text for messages."""
@@ -280,23 +288,10 @@ class ForecastFormat:
             return {}
         return {"cell_methods": f"{LEAD_DIM}: {'sum' if name in self.summed else 'point'}"}
 
-    def _level_attributes(self) -> Attributes:
-        standard_name, long_name, units = MODEL_LEVEL if self.model_levels else PRESSURE_LEVEL
-        return _coordinate_attributes(
-            standard_name, long_name, {"units": units, "positive": "down", "axis": "Z"}
-        )
 
+def _coordinate(name: str, values: NDArray[Any], attributes: Attributes) -> FixedArray:
+    return FixedArray(name, (name,), values, attributes)
 
-def _coordinate_attributes(
-    standard_name: str, long_name: str, others: Mapping[str, Any]
-) -> Attributes:
-    return {"standard_name": standard_name, "long_name": long_name, **others}
-
-
-DEGREES: Mapping[str, Attributes] = {
-    "latitude": _coordinate_attributes("latitude", "latitude", {"units": "degrees_north"}),
-    "longitude": _coordinate_attributes("longitude", "longitude", {"units": "degrees_east"}),
-}
 
 MAX_VALUE_LENGTH = 60  # characters of a value in a message
 SETTING_KEYS = {
@@ -406,3 +401,31 @@ def format_from_json(path: Path, settings: Mapping[str, Any]) -> ForecastFormat:
         )
     except (KeyError, TypeError, ValueError) as error:
         raise UserError(f"{path}: its settings can't be read ({error!r}).") from error
+
+
+def global_attributes(settings: Mapping[str, Any]) -> dict[str, str]:
+    """Return the global attributes, the same in each store and file of a forecast."""
+    return {
+        "Conventions": CONVENTIONS,
+        "title": "forecast of a model that credit_dp trained",
+        "history": f"credit-dp forecast checkpoint={settings.get('checkpoint', '')}",
+        SETTINGS_ATTRIBUTE: json.dumps(settings),
+        # Also alone: the settings are dropped where forecasts from several times are joined.
+        **({BOUNDARY_ATTRIBUTE: str(settings["boundary"])} if settings.get("boundary") else {}),
+    }
+
+
+def read_settings_attribute(attributes: Mapping[Any, Any]) -> Mapping[str, Any]:
+    """Return what `settings_of` returned for a forecast; empty if it does not say so."""
+    try:
+        return dict(json.loads(attributes[SETTINGS_ATTRIBUTE]))
+    except (KeyError, TypeError, ValueError):
+        return {}
+
+
+def given_width(attributes: Mapping[Any, Any]) -> int:
+    """Return the rows and columns at each edge of a region that a forecast was given; 0 if none."""
+    try:
+        return int(attributes[BOUNDARY_ATTRIBUTE])
+    except (KeyError, TypeError, ValueError):
+        return 0

@@ -11,11 +11,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Self, final
+from typing import Any, Self, TypeVar, final
 
 import numpy as np
 import torch
@@ -62,8 +62,7 @@ from credit_dp.forecast.boundary import (
 from credit_dp.forecast.format import ForecastFormat, settings_of
 from credit_dp.forecast.initial_file import InitialFiles, StateReader, open_initial_files
 from credit_dp.forecast.request import ForecastConfig, ForecastJob, ForecastRequest, rank_jobs
-from credit_dp.forecast.writer import ForecastWriter, disk_errors
-from credit_dp.forecast.writers import WRITERS
+from credit_dp.forecast.writer import ForecastWriter
 from credit_dp.physics.diagnostics import WrittenFields, written_fields
 from credit_dp.pipeline_parallel.module_placement import model_output_device
 from credit_dp.random_streams import random_stream, time_key
@@ -81,6 +80,7 @@ CORRELATION_LENGTH = 0.16  # in earth radii: about 1000 km
 WAVE_COUNT = 256  # waves per perturbation
 
 Matrix = NDArray[np.float64]
+T = TypeVar("T")
 
 
 def run(config: Config, ranks: RankInfo) -> int:
@@ -104,179 +104,167 @@ def make_forecasts(
     config: ForecastConfig, manager: DomainParallelManager, device: torch.device, screen: Screen
 ) -> None:
     """Make the forecasts that are missing; collective over all ranks of the mesh."""
-    setup = ForecastSetup.prepare(config, manager, device, screen)
+    # Open what is read, and check that it fits and that the output can be written.
+    checkpoint = run_on_rank_0(lambda: Checkpoint.open(KEY, Path(config.request.checkpoint)))
+    with screen.report() as report:
+        prepared = open_data(config, checkpoint, report)
+    files = run_on_all_ranks(lambda: open_initial_files(config.request))
+    reader = run_on_all_ranks(lambda: state_reader(files, prepared.store, config))
+    run_on_all_ranks(lambda: check_times(prepared.store, config.request, config.model.frames))
+    writer = run_on_all_ranks(lambda: open_writer(config, prepared.store, files, screen))
+    run_on_all_ranks(writer.check)
     # Messages that were logged before the screen could show them.
     for note in notes_of(pop_early_records()):
         screen.show(f"{'note':<13}{note}")
-    writer = setup.writer
-    is_first = manager.rank == 0
+
+    def on_first(action: Callable[[], T]) -> T | None:
+        return run_on_all_ranks(lambda: action() if manager.rank == 0 else None)
+
     with ExitStack() as locks:
-        run_on_all_ranks(lambda: locks.enter_context(writer.lock()) if is_first else None)
+        on_first(lambda: locks.enter_context(writer.lock()))
         # The model before the folder: a model that can't be built leaves no output behind.
-        ensemble, states, fields = setup.build()
-        bands = manager.partition(writer.form.height)
-        run_on_all_ranks(lambda: writer.begin(bands) if is_first else None)
-        setup.barrier()
+        ensemble, states, fields = build_model(
+            config, prepared, checkpoint, reader, manager, device
+        )
+        on_first(lambda: writer.begin(manager.partition(writer.form.height)))
+        wait_for_all(manager)
         # All ranks need the same jobs: rank 0's list counts.
         jobs = all_gather_object(writer.unfinished_jobs())[0]
         # No rank starts to write while another one is still listing.
-        setup.barrier()
+        wait_for_all(manager)
+
         runner = ForecastRunner(ensemble, states, fields, writer, manager)
         count = len(jobs[manager.dp_rank :: manager.dp_world_size]) * len(writer.form.hours)
-        finished = len(writer.jobs) - len(jobs)
-        if finished:
-            screen.show(f"resuming: {finished} of {len(writer.jobs)} forecasts are finished")
+        total = len(writer.store.jobs)
+        if len(jobs) < total:
+            screen.show(f"resuming: {total - len(jobs)} of {total} forecasts are finished")
         with screen.bar("forecasting", count) as bar:
             runner.run(jobs, bar)
-        # `finish` needs the files of all ranks.
-        setup.barrier()
-        # Rank 0 assembles piece by piece, with a collective after each: a single long wait would
-        # run into the process group's timeout on the other ranks.
-        for piece in range(writer.piece_count):
-            run_on_all_ranks(partial(writer.assemble_piece, piece) if is_first else lambda: None)
-        run_on_all_ranks(lambda: writer.finish() if is_first else None)
+
+        # Copies, and `finish`, need the fields of all ranks.
+        wait_for_all(manager)
+        copies = writer.copies(manager.rank, manager.world_size)
+        # Copied piece by piece, with a collective after each: a single long wait would run into
+        # the process group's timeout on the other ranks.
+        for number in range(len(writer.copies(0, manager.world_size))):
+            has_one = number < len(copies)
+            run_on_all_ranks(partial(writer.copy, *copies[number]) if has_one else lambda: None)
+        wait_for_all(manager)
+        on_first(writer.finish)
     screen.show(f"{'forecast':<13}{writer.out}")
 
 
-@final
-@dataclass(frozen=True)
-class ForecastSetup:
-    """The opened checkpoint, store and output, before the model is built.
+def wait_for_all(manager: DomainParallelManager) -> None:
+    """Wait for all ranks of the mesh."""
+    if manager.mesh is not None:
+        all_gather_object(None)
+    else:  # one rank, or threads of this process that share one globe
+        manager.transport.all_reduce(torch.zeros(1))
 
-    Attributes:
-        prepared: the store with the checkpoint's statistics.
-        checkpoint: of the trained model.
-        like: gives device and dtype of the model's output.
-        first_gpu: the GPU that `cuda:0` of a layout stands for on this rank.
-        states: reads the initial states from `init_file`; None: they are in the store.
+
+def open_data(
+    config: ForecastConfig, checkpoint: Checkpoint, report: ProgressCallback
+) -> TrainingData:
+    """Open the store of initial states and forcings with the checkpoint's statistics; collective.
+
+    Raises:
+        UserError: the store can't be opened, or is not of the fields that the model knows.
     """
+    path, metadata = Path(config.request.checkpoint), checkpoint.metadata
+    store = run_on_all_ranks(lambda: open_store(config, metadata, report))
+    check_fields(path, metadata["data"], store, config.model)
+    inputs = store.channels.fields(config.model.frames, config.model.denoises)
+    saved = model_shapes(checkpoint.shapes)
+    check_model_size(f"{KEY}: {path}", config.model, inputs, store.grid, saved)
+    valid = load_valid_mask(checkpoint)
+    if valid is not None:
+        # The model knows no others: fill values at other points would be forecast as weather.
+        masks = dict(zip(store.channels.output_channels, valid.numpy(), strict=True))
+        store = store.with_masks({c: masks[c] for c in store.filled_channels if c in masks})
+    # Forecasts need no climatology.
+    return TrainingData(store, statistics_of(metadata), Climatology([], []))
 
-    config: ForecastConfig
-    manager: DomainParallelManager
-    prepared: TrainingData
-    checkpoint: Checkpoint
-    writer: ForecastWriter
-    like: torch.Tensor
-    first_gpu: int
-    states: StateReader | None
 
-    @classmethod
-    def prepare(
-        cls,
-        config: ForecastConfig,
-        manager: DomainParallelManager,
-        device: torch.device,
-        screen: Screen,
-    ) -> ForecastSetup:
-        """Open checkpoint and store, and check that they fit and that the output can be written.
+def open_writer(
+    config: ForecastConfig, store: Store, files: InitialFiles | None, screen: Screen
+) -> ForecastWriter:
+    """Return the writer of the fields that are requested; nothing is written yet.
 
-        Raises:
-            UserError: see `run`; nothing has been written.
-        """
-        request = config.request
-        path = Path(request.checkpoint)
-        checkpoint = run_on_rank_0(lambda: Checkpoint.open(KEY, path))
-        metadata = checkpoint.metadata
-        with screen.report() as report:
-            store = run_on_all_ranks(lambda: open_store(config, metadata, report))
-        check_fields(path, metadata["data"], store, config.model)
-        inputs = store.channels.fields(config.model.frames, config.model.denoises)
-        saved = model_shapes(checkpoint.shapes)
-        check_model_size(f"{KEY}: {path}", config.model, inputs, store.grid, saved)
-        valid = load_valid_mask(checkpoint)
-        if valid is not None:
-            # The model knows no others: fill values at other points would be forecast as weather.
-            channels = store.channels.output_channels
-            masks = dict(zip(channels, valid.numpy(), strict=True))
-            store = store.with_masks({c: masks[c] for c in store.filled_channels if c in masks})
-        # Forecasts need no climatology.
-        prepared = TrainingData(store, statistics_of(metadata), Climatology([], []))
-        files = run_on_all_ranks(lambda: open_initial_files(request))
-        states = run_on_all_ranks(lambda: _state_reader(files, store, config))
-        run_on_all_ranks(lambda: check_times(store, request, config.model.frames))
-        boundary = run_on_all_ranks(lambda: settings_of_boundary(request, store))
-        units = {c.variable: store.shown_unit(c.variable) for c in store.channels.output_channels}
-        fields = run_on_all_ranks(
-            lambda: written_fields(store, None, request.diagnostic_names(), request.levels_in_hpa())
+    Raises:
+        UserError: a diagnostic can't be computed, or the rim of a region is not given.
+    """
+    request = config.request
+    boundary = settings_of_boundary(request, store)
+    fields = written_fields(store, None, request.diagnostic_names(), request.levels_in_hpa())
+    units = {c.variable: store.shown_unit(c.variable) for c in store.channels.output_channels}
+    units |= {name: KNOWN_VARIABLES[name].unit for name in fields.diagnostics}
+    form = ForecastFormat.of(store, fields.channels, units, request)
+    # Differs between checkpoints of the same name, too.
+    identity = fingerprint((Path(request.checkpoint) / METADATA_FILE).read_text())
+    stores = [absolute_address(x) for x in store.config.stores or [store.source.where]]
+    settings = settings_of(config, form, identity, stores)
+    members = store.source.members
+    if members:
+        settings["member"] = members[0]
+    if len(members) > 1 and files is None:
+        line = f"starts from member {members[0]} of {describe_members(members)}; "
+        screen.show(f"{'note':<13}{line}data.member={members[1]} chooses another")
+    if files is not None:
+        settings["init_file"] = files.stamps
+        if regridding(config) != CONSERVATIVE:
+            settings["regrid"] = regridding(config)
+    if boundary:
+        settings |= boundary
+        screen.show(f"{'boundary':<13}{describe_boundary(request, boundary)}")
+    return ForecastWriter(request.target, request.format, form, settings)
+
+
+def build_model(
+    config: ForecastConfig,
+    prepared: TrainingData,
+    checkpoint: Checkpoint,
+    reader: StateReader | None,
+    manager: DomainParallelManager,
+    device: torch.device,
+) -> tuple[EnsembleForecast, InitialStates, WrittenFields]:
+    """Build the trained model on this rank's rows or stages, its input and output; collective.
+
+    Args:
+        reader: reads initial states; None: they are in the store.
+
+    Raises:
+        UserError: the weights are those of another model, or the mesh does not fit.
+    """
+    store, request = prepared.store, config.request
+    # Each model gets one sample at a time.
+    batch_size = manager.dp_world_size * microbatches_per_step(config)
+    config = replace(config, data=replace(config.data, batch_size=batch_size))
+    # A layout may put the model's output on another device than `cuda:0`, which is `device`.
+    first_gpu = device.index or 0
+    device = model_output_device(config.parallel.layout, device, first_gpu)
+    like = torch.zeros((), device=device, dtype=getattr(torch, config.trainer.dtype))
+    parts = build_model_parts(config, prepared, manager, like, first_gpu)
+    load_weights(checkpoint, parts.parts)
+    for part in parts.parts:
+        part.eval()  # no dropout or stochastic depth
+    rows = manager.rows(store.grid[0])
+    states = InitialStates(prepared, request, config.model.frames, rows, like, reader)
+    points = ValidPoints.of(store.valid_mask(rows), like)
+    step = run_on_all_ranks(
+        lambda: build_forecast_step(
+            config.model,
+            prepared,
+            manager,
+            parts.forecast_model,
+            states.normaliser,
+            points,
+            store.given_share(rows),
         )
-        units |= {name: KNOWN_VARIABLES[name].unit for name in fields.diagnostics}
-        members = store.source.members
-        if len(members) > 1 and files is None:
-            line = f"starts from member {members[0]} of {describe_members(members)}; "
-            screen.show(f"{'note':<13}{line}data.member={members[1]} chooses another")
-        form = ForecastFormat.of(store, fields.channels, units, request)
-        # Differs between checkpoints of the same name, too.
-        identity = fingerprint((path / METADATA_FILE).read_text())
-        stores = [absolute_address(x) for x in store.config.stores or [store.source.where]]
-        settings = settings_of(config, form, identity, stores)
-        if members:
-            settings["member"] = members[0]
-        if files is not None:
-            settings["init_file"] = files.stamps
-            if regridding(config) != CONSERVATIVE:
-                settings["regrid"] = regridding(config)
-        if boundary:
-            settings |= boundary
-            screen.show(f"{'boundary':<13}{describe_boundary(request, boundary)}")
-        writer = WRITERS[request.format](request.target, form, settings)
-        run_on_all_ranks(writer.check)
-        # Before `device` changes: a layout may put the model's output on another device.
-        first_gpu = device.index or 0
-        device = model_output_device(config.parallel.layout, device, first_gpu)
-        like = torch.zeros((), device=device, dtype=getattr(torch, config.trainer.dtype))
-        return cls(
-            config=config,
-            manager=manager,
-            prepared=prepared,
-            checkpoint=checkpoint,
-            writer=writer,
-            like=like,
-            first_gpu=first_gpu,
-            states=states,
-        )
-
-    def build(self) -> tuple[EnsembleForecast, InitialStates, WrittenFields]:
-        """Build the trained model on this rank's rows or stages, its input and output; collective.
-
-        Raises:
-            UserError: the weights are those of another model, or the mesh does not fit.
-        """
-        manager = self.manager
-        store = self.prepared.store
-        # Each model gets one sample at a time.
-        batch_size = manager.dp_world_size * microbatches_per_step(self.config)
-        config = replace(self.config, data=replace(self.config.data, batch_size=batch_size))
-        parts = build_model_parts(config, self.prepared, manager, self.like, self.first_gpu)
-        load_weights(self.checkpoint, parts.parts)
-        for part in parts.parts:
-            part.eval()  # no dropout or stochastic depth
-        rows = manager.rows(store.grid[0])
-        frames = config.model.frames
-        states = InitialStates(self.prepared, config.request, frames, rows, self.like, self.states)
-        points = ValidPoints.of(store.valid_mask(rows), self.like)
-        model, normaliser = parts.forecast_model, states.normaliser
-        step = run_on_all_ranks(
-            lambda: build_forecast_step(
-                config.model,
-                self.prepared,
-                manager,
-                model,
-                normaliser,
-                points,
-                store.given_share(rows),
-            )
-        )
-        names, levels = config.request.diagnostic_names(), config.request.levels_in_hpa()
-        fields = run_on_all_ranks(lambda: written_fields(store, rows, names, levels))
-        ensemble = EnsembleForecast(step, parts.draw_noise, seed=config.request.perturb_seed)
-        return ensemble, states, fields.to(self.like.device)
-
-    def barrier(self) -> None:
-        """Wait for all ranks of the mesh."""
-        if self.manager.mesh is not None:
-            all_gather_object(None)
-        else:  # one rank, or threads of this process that share one globe
-            self.manager.transport.all_reduce(self.like.new_zeros(1))
+    )
+    names, levels = request.diagnostic_names(), request.levels_in_hpa()
+    fields = run_on_all_ranks(lambda: written_fields(store, rows, names, levels))
+    ensemble = EnsembleForecast(step, parts.draw_noise, seed=request.perturb_seed)
+    return ensemble, states, fields.to(like.device)
 
 
 @final
@@ -342,7 +330,7 @@ class ForecastRunner:
         computed = manager.partition(states.store.grid[0])
         cells = writer.form.cells
         self._back = None if cells is None else PointInterpolation(writer.form.grid, *cells)
-        written = writer.bands_to_write(manager.partition(writer.form.height))
+        written = writer.store.rows_to_write(manager.domain_world_size)
         # Moves rows from the rank that computes them to the rank that writes them, or their cells.
         bands = [slice(*band) for band in pairwise(written.bounds)]
         if self._back is not None:
@@ -381,8 +369,6 @@ class ForecastRunner:
                     if counts and lead is not None:
                         self._write_lead(executor, job, lead, members[:, 0])
                         progress(done := done + 1)
-                if counts:
-                    executor.submit(partial(self._write_to_disk, self._writer.close, job))
 
     def _write_lead(
         self, executor: SingleTaskExecutor, job: ForecastJob, lead: int, fields: Tensor
@@ -404,13 +390,7 @@ class ForecastRunner:
         if self._back is not None:
             values = np.asarray(self._back(values, self._rows), dtype=np.float32)
         parts = split_by_variable(self._writer.form, values)
-        write = self._writer.write
-        executor.submit(partial(self._write_to_disk, write, job, lead, self._rows, parts))
-
-    def _write_to_disk(self, write: Callable[..., None], *args: object) -> None:
-        """Call a method of the writer and turn errors of the disk into a UserError."""
-        with disk_errors(self._writer.out):
-            write(*args)
+        executor.submit(partial(self._writer.write, job, lead, self._rows, parts))
 
 
 def split_by_variable(form: ForecastFormat, values: FieldArray) -> list[FieldArray]:
@@ -444,7 +424,7 @@ def open_store(config: ForecastConfig, metadata: Metadata, report: ProgressCallb
     return store
 
 
-def _state_reader(
+def state_reader(
     files: InitialFiles | None, store: Store, config: ForecastConfig
 ) -> StateReader | None:
     """Return what reads the initial states from the files of `init_file`; None without."""

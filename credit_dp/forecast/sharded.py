@@ -18,9 +18,8 @@ from credit_dp.checks import expand_home
 from credit_dp.data.calendar import calendar_of, decode_dates
 from credit_dp.errors import UserError
 from credit_dp.files import PARTIAL_SUFFIX
-from credit_dp.forecast.format import describe_difference
-from credit_dp.forecast.netcdf_writer import ROWS_ATTRIBUTE
-from credit_dp.forecast.writer import read_settings_attribute
+from credit_dp.forecast.format import describe_difference, read_settings_attribute
+from credit_dp.forecast.netcdf_forecast import ROWS_ATTRIBUTE
 
 LATITUDE_NAMES = ("latitude", "lat")
 # Settings that may differ between the initial times and members that are joined.

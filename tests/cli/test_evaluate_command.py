@@ -18,7 +18,7 @@ import xarray as xr
 import zarr
 
 from credit_dp.evaluation.metrics import EARTH_RADIUS, LATITUDE_BANDS
-from credit_dp.forecast.writer import SETTINGS_ATTRIBUTE
+from credit_dp.forecast.format import SETTINGS_ATTRIBUTE
 from tests.cli.invocation import answer, assert_refused
 from tests.evaluation import forecasts
 from tests.forecast.grib_files import write_grib

@@ -14,7 +14,7 @@ from credit_dp.evaluation.forecast_maps import Chart, ChartRequest, find_box, us
 from credit_dp.evaluation.forecast_store import ForecastStore
 from credit_dp.evaluation.map_projection import Box, box_of
 from credit_dp.evaluation.maps import EARTH, SIMULATED
-from credit_dp.forecast.writer import SETTINGS_ATTRIBUTE
+from credit_dp.forecast.format import SETTINGS_ATTRIBUTE
 from tests.cli.invocation import answer, assert_refused
 from tests.evaluation import forecasts
 

@@ -12,8 +12,8 @@ from credit_dp.cli.evaluate import evaluate, open_forecast
 from credit_dp.config import DatesConfig
 from credit_dp.data.store import Store
 from credit_dp.errors import UserError
+from credit_dp.forecast.format import SETTINGS_ATTRIBUTE, given_width
 from credit_dp.forecast.initial_file import InitialFiles
-from credit_dp.forecast.writer import SETTINGS_ATTRIBUTE, given_width
 from tests.data import region_stores, stores
 from tests.forecast.runs import forecast, forecast_config, leave_checkpoint
 from tests.tier_cases import tiers

@@ -17,7 +17,7 @@ from credit_dp.data.units import ACCUMULATED, KNOWN_VARIABLES, canonical_unit
 from credit_dp.evaluation.forecast_store import ForecastStore
 from credit_dp.forecast import open_sharded
 from credit_dp.forecast.format import ForecastFormat
-from credit_dp.forecast.netcdf_writer import create_file
+from credit_dp.forecast.netcdf_forecast import create_file
 from tests.data.region_grids import LAMBERT, Lambert, rotated
 from tests.forecast.runs import forecast, forecast_config, leave_checkpoint
 from tests.tier_cases import tiers
@@ -82,7 +82,7 @@ def test_projections_pass(tmp_path):
         for name, values in (("y", y), ("x", x))
     ]
     grid = Grid(*Lambert().coordinates(y, x), Projection("crs", dict(LAMBERT), *axes))
-    create_file(tmp_path / "f.nc", replace(form(), grid=grid), {}, {"yc": slice(1, 4)}).close()
+    create_file(tmp_path / "f.nc", replace(form(), grid=grid), {}, {"yc": slice(1, 4)})
     assert complaints(tmp_path / "f.nc") == []
     with xr.open_dataset(tmp_path / "f.nc") as found:
         assert np.array_equal(found["temperature"].coords["latitude"], grid.latitude[1:4])
@@ -92,7 +92,7 @@ def test_projections_pass(tmp_path):
 def test_coordinates_without_a_projection_come_back(tmp_path):
     latitude, longitude = rotated(np.arange(3.0, -3, -1), np.arange(8.0), (39.25, -162.0))
     plane = replace(form(), grid=Grid(latitude, longitude))
-    create_file(tmp_path / "f.nc", plane, {}, {}).close()
+    create_file(tmp_path / "f.nc", plane, {}, {})
     found = ForecastStore.open(str(tmp_path / "f.nc"))
     assert found.grid.difference(plane.grid, 0) is None
     assert set(found.variables) == {"temperature", "2m_temperature", "total_precipitation"}
@@ -119,7 +119,7 @@ def test_forecasts_pass(config, bands, whole, tmp_path, kind, members):
         path = next(bands.glob("*.nc"))  # has members; without, see below
         if not members:
             path = tmp_path / "band.nc"
-            create_file(path, form(), {}, {"latitude": slice(1, 3), "time": slice(0, 1)}).close()
+            create_file(path, form(), {}, {"latitude": slice(1, 3), "time": slice(0, 1)})
     elif kind == "file":
         more = {"members": members, "perturb": 0.1} if members else {}
         path = tmp_path / "f.nc"
@@ -139,7 +139,7 @@ def test_forecasts_pass(config, bands, whole, tmp_path, kind, members):
 
 @pytest.mark.slow
 def test_the_checker_finds_what_is_wrong(tmp_path):
-    create_file(tmp_path / "f.nc", form(), {}, {}).close()
+    create_file(tmp_path / "f.nc", form(), {}, {})
     with netCDF4.Dataset(tmp_path / "f.nc", "a") as file:
         file["temperature"].standard_name = "warmth"
         file["level"].units = "m"
@@ -152,7 +152,7 @@ def test_the_checker_finds_what_is_wrong(tmp_path):
 @pytest.mark.parametrize("model_levels", [pytest.param(False, marks=pytest.mark.exhaustive), True])
 def test_sums_and_levels_pass(tmp_path, model_levels):
     path = tmp_path / "f.nc"
-    create_file(path, form(2, model_levels, ("total_precipitation",)), {}, {}).close()
+    create_file(path, form(2, model_levels, ("total_precipitation",)), {}, {})
     assert complaints(path) == []
     with netCDF4.Dataset(path) as file:
         assert file["total_precipitation"].cell_methods == "prediction_timedelta: sum"

@@ -29,7 +29,7 @@ def damage_lines(path) -> list[str]:
     finding = check_forecast(str(path))
     assert not finding.complete
     first, *rest = finding.lines()
-    assert str(finding.path) in first
+    assert str(finding.forecast.path) in first
     assert all("\n" not in line for line in rest)
     return rest
 

@@ -14,13 +14,13 @@ pytestmark = pytest.mark.slow
 SCRIPT = """
 import errno, os, sys
 from credit_dp.cli.entry import main
-from credit_dp.forecast.zarr_writer import ZarrWriter
-write = ZarrWriter.write
+from credit_dp.forecast.stored_forecast import ZarrForecast
+write = ZarrForecast.write
 def some(self, job, lead, rows, fields):
     if rows.start > 0 and lead == 1:
         raise {error}
     write(self, job, lead, rows, fields)
-ZarrWriter.write = some
+ZarrForecast.write = some
 if __name__ == "__main__":
     main()
 """

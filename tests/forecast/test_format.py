@@ -15,10 +15,9 @@ from credit_dp.domain_parallel.partition import RowPartition
 from credit_dp.errors import UserError
 from credit_dp.forecast import open_sharded
 from credit_dp.forecast.check import check_forecast
-from credit_dp.forecast.format import format_from_json
+from credit_dp.forecast.format import read_settings_attribute
 from credit_dp.forecast.initial_file import InitialFiles
-from credit_dp.forecast.writer import read_settings_attribute
-from credit_dp.forecast.zarr_writer import ZarrWriter
+from credit_dp.forecast.stored_forecast import ZarrForecast
 from tests.data import stores
 from tests.forecast.runs import forecast, forecast_config, leave_checkpoint
 from tests.tier_cases import tiers
@@ -99,16 +98,16 @@ def test_a_lead_time_now_and_then(config, tmp_path, whole):
 
 
 def test_a_band_without_any_value_is_written_too(whole, tmp_path):
-    said = ZarrWriter.read_settings(whole)
-    form = format_from_json(whole, said)
-    writer = ZarrWriter(tmp_path / "f", form, said)
-    writer.begin(RowPartition.balanced(form.height, 1))
+    wanted = ZarrForecast.open(whole)
+    form = wanted.form
+    found = ZarrForecast(tmp_path / "f", form, wanted.settings)
+    found.create(RowPartition.balanced(form.height, 1))
     shapes = [form.shape(v)[len(form.leading_dims) :] for v in form.variables]
-    for job in writer.jobs:
+    for job in found.jobs:
         for lead in range(len(form.hours)):
             fields = [np.full(shape, np.nan, np.float32) for shape in shapes]
-            writer.write(job, lead, slice(0, form.height), fields)
-    assert writer.missing(writer.partial) == []
+            found.write(job, lead, slice(0, form.height), fields)
+    assert found.missing() == []
 
 
 @pytest.mark.parametrize("kind", tiers(fast=[], slow=[("zarr",)], exhaustive=[("netcdf",)]))

@@ -14,7 +14,7 @@ from credit_dp.config import ParallelConfig
 from credit_dp.data.setup import prepare_training_data
 from credit_dp.evaluation.held_out import EvaluationDates, HeldOutData, run_forecasts
 from credit_dp.forecast import make_forecasts, open_sharded
-from credit_dp.forecast.zarr_writer import ZarrWriter
+from credit_dp.forecast.stored_forecast import ZarrForecast
 from credit_dp.training.checkpoint import load_checkpoint
 from tests.forecast.runs import (
     forecast,
@@ -188,7 +188,7 @@ def test_members_have_the_noise_of_evaluation_on_any_mesh(tmp_path, train_noisy,
 def test_only_one_lead_time_is_on_its_way_to_the_disk(config, tmp_path, monkeypatch):
     on_the_way = threading.Semaphore(1)
     counted: list[int] = []
-    gather_parts, write = make_forecasts.split_by_variable, ZarrWriter.write
+    gather_parts, write = make_forecasts.split_by_variable, ZarrForecast.write
 
     def begin(*args):
         # A lead time is copied to memory only when the one before is on disk.
@@ -202,6 +202,6 @@ def test_only_one_lead_time_is_on_its_way_to_the_disk(config, tmp_path, monkeypa
         on_the_way.release()
 
     monkeypatch.setattr(make_forecasts, "split_by_variable", begin)
-    monkeypatch.setattr(ZarrWriter, "write", end)
+    monkeypatch.setattr(ZarrForecast, "write", end)
     forecast(forecast_config(config, tmp_path / "f.zarr"))
     assert len(counted) == 8

@@ -1,4 +1,4 @@
-"""Write a forecast as one file of GRIB edition 2.
+"""Forecasts as one file of GRIB edition 2.
 
 The codes of variables are in `credit_dp.data.sources.grib_names`. A file has no room for the
 settings of a forecast: `credit-dp forecast check` compares its messages with each other.
@@ -36,10 +36,14 @@ from credit_dp.data.units import find_conversion
 from credit_dp.data.winds import other_component
 from credit_dp.errors import UserError
 from credit_dp.forecast.format import OutputVariable, Points
-from credit_dp.forecast.netcdf_writer import open_arrays, read_field
 from credit_dp.forecast.request import ForecastJob
-from credit_dp.forecast.writer import ForecastPart, MissingField
-from credit_dp.forecast.zarr_writer import FileWriter
+from credit_dp.forecast.stored_forecast import (
+    CopiedForecast,
+    ForecastFile,
+    MissingField,
+    StoredArray,
+    ZarrForecast,
+)
 from credit_dp.variable_names import long_name
 
 BITS_PER_VALUE: Final = 16
@@ -58,15 +62,17 @@ PROJECTIONS = {  # CF's names of grid mappings, and GRIB's of grids
 
 
 @final
-class GribWriter(FileWriter):
-    """Writes a single file of GRIB edition 2, by way of a zarr store at `OUT.partial`.
+class GribForecast(CopiedForecast):
+    """A forecast as one file of GRIB edition 2.
 
     A message is one field, packed with `BITS_PER_VALUE` bits between its smallest and its largest
     value; what is not finite becomes a bitmap.
     """
 
+    has_arrays = False
+
     def check(self) -> None:
-        """See `FileWriter`; also that all variables have a code, and the grid can be written.
+        """Check that all variables have a code, and the grid can be written.
 
         Raises:
             UserError: names the variables, or the problem of the grid.
@@ -107,10 +113,9 @@ class GribWriter(FileWriter):
                     f"{np.abs(steps).min():g} to {np.abs(steps).max():g} degrees. "
                     "Use format=zarr or netcdf."
                 )
-        super().check()
 
     @classmethod
-    def read_file_settings(cls, path: Path) -> Mapping[str, Any] | None:
+    def read_settings(cls, path: Path) -> Mapping[str, Any] | None:
         """Return the format of a file, from the headers of its messages, with their names."""
         try:
             if not is_grib(path):
@@ -133,11 +138,9 @@ class GribWriter(FileWriter):
             **({"cells": [x.tolist() for x in cells]} if lengths else {}),
         }
 
-    def missing(self, path: Path) -> list[MissingField]:
-        """See `ForecastWriter`: of a file, lead times with a message that is damaged."""
-        if path.is_dir():
-            return super().missing(path)
-        file = GribFile.open(path, "path", cut_off=True)
+    def missing(self) -> list[MissingField]:
+        """Return the lead times with a message that is gone or damaged."""
+        file = GribFile.open(self.path, "path", cut_off=True)
         readable = {
             (x.member, x.initial, x.hours, x.name, None if x.kind == SINGLE else x.level)
             for x in file.messages(*STEP_TYPES)
@@ -159,26 +162,23 @@ class GribWriter(FileWriter):
         last = MissingField(self.jobs[-1], len(form.hours) - 1, rows)
         return missing if missing or file.complete else [last]
 
-    def parts(self, path: Path) -> Iterator[ForecastPart]:
-        """See `ForecastWriter`; a file has no arrays: `missing` reads its messages."""
-        if path.is_dir():
-            yield from super().parts(path)
+    @contextmanager
+    def open_arrays(self, path: Path) -> Iterator[Mapping[str, StoredArray]]:
+        """Yield nothing: `missing` reads all messages."""
+        yield {}
 
-    def copy_lead_time(self, job: ForecastJob, lead: int, create: bool) -> None:
-        """See `FileWriter`: append the messages of one lead time."""
+    def copy(self, file: ForecastFile, job: ForecastJob, lead: int, store: ZarrForecast) -> None:
+        """See `CopiedForecast`: append the messages of one lead time."""
         eccodes = load_eccodes("format")
-        index = self.form.field_index(job.member, job.time, lead)
-        with (
-            open_arrays(self.partial) as stored,
-            self.temporary_file.open("wb" if create else "ab") as file,
-        ):
+        with file.path.open("ab") as messages:
             for variable in self.form.variables:
-                where = f"{self.partial}: {variable.name} {self.form.describe_field(job, lead)}"
-                values = read_field(stored[variable.name], index, where)
+                values = store.read(variable, job, lead, slice(0, self.form.height))
                 levels = self._levels(variable)
                 for level, field in zip(levels, values.reshape(len(levels), -1), strict=True):
                     with LIBRARY_LOCK:
-                        file.write(self._encode(eccodes, variable.name, level, job, lead, field))
+                        messages.write(
+                            self._encode(eccodes, variable.name, level, job, lead, field)
+                        )
 
     @cached_property
     def _grid(self) -> tuple[dict[str, Any], slice]:

@@ -9,8 +9,9 @@ import xarray as xr
 
 from credit_dp.errors import UserError
 from credit_dp.evaluation.forecast_store import ForecastStore
-from credit_dp.forecast import netcdf_writer
 from credit_dp.forecast.check import check_forecast
+from credit_dp.forecast.stored_forecast import ZarrForecast
+from credit_dp.forecast.writer import ForecastWriter
 from tests.forecast.runs import forecast, forecast_config
 
 # Ranks are threads here.
@@ -40,7 +41,7 @@ def test_the_file_has_the_bits_of_the_store(config, whole, tmp_path, ranks):
 @pytest.mark.slow
 @pytest.mark.parametrize("full", [False, True])
 def test_an_interrupted_join_resumes(config, tmp_path, monkeypatch, full):
-    read, pieces = netcdf_writer.read_field, []
+    read, pieces = ZarrForecast.read, []
 
     def some(*args):
         pieces.append(1)
@@ -50,11 +51,10 @@ def test_an_interrupted_join_resumes(config, tmp_path, monkeypatch, full):
 
     settings = forecast_config(config, tmp_path / "f.nc", **ONE)
     with monkeypatch.context() as patch:
-        patch.setattr(netcdf_writer, "read_field", some)
+        patch.setattr(ZarrForecast, "read", some)
         with pytest.raises(UserError if full else KeyboardInterrupt):
             forecast(settings)
-    there = {path.name for path in tmp_path.iterdir()}
-    assert there == {"f.nc.partial"} | (set() if full else {"f.nc.file.partial"})
+    assert {path.name for path in tmp_path.iterdir()} == {"f.nc.partial"}
     finding = check_forecast(str(tmp_path / "f.nc"))
     assert (finding.complete, finding.missing) == (False, [])
     out = forecast(settings)
@@ -65,7 +65,7 @@ def test_an_interrupted_join_resumes(config, tmp_path, monkeypatch, full):
 def test_a_damaged_chunk_does_not_get_into_the_file(config, tmp_path, monkeypatch):
     settings = forecast_config(config, tmp_path / "f.nc", **ONE, lead="6h")
     with monkeypatch.context() as patch:
-        patch.setattr(netcdf_writer, "read_field", lambda *args: 1 / 0)
+        patch.setattr(ZarrForecast, "read", lambda *args: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             forecast(settings)
     chunk = tmp_path / "f.nc.partial/temperature/c.1.0.0.0.0"
@@ -78,16 +78,16 @@ def test_a_damaged_chunk_does_not_get_into_the_file(config, tmp_path, monkeypatc
 
 
 def test_what_is_lost_while_it_is_put_together_is_missed(config, tmp_path, monkeypatch):
-    put = netcdf_writer.NetcdfFileWriter.assemble_piece
+    put = ForecastWriter.copy
 
-    def losing(self, piece):
-        put(self, piece)
+    def losing(self, *copy):
+        put(self, *copy)
         for chunk in [
             x for x in (self.partial / "2m_temperature").iterdir() if x.name != "zarr.json"
         ]:
             chunk.unlink()
 
-    monkeypatch.setattr(netcdf_writer.NetcdfFileWriter, "assemble_piece", losing)
+    monkeypatch.setattr(ForecastWriter, "copy", losing)
     settings = forecast_config(config, tmp_path / "f.nc", **ONE, lead="6h", init="2000-01-04")
     with pytest.raises(UserError, match="is missing"):
         forecast(settings)

@@ -16,11 +16,12 @@ from credit_dp.data.units import ACCUMULATED
 from credit_dp.domain_parallel.partition import RowPartition
 from credit_dp.errors import UserError
 from credit_dp.evaluation.forecast_store import ForecastStore, ForecastVariable
-from credit_dp.forecast import grib_writer
 from credit_dp.forecast.check import check_forecast
 from credit_dp.forecast.format import ForecastFormat
-from credit_dp.forecast.grib_writer import BITS_PER_VALUE, GribWriter
+from credit_dp.forecast.grib_forecast import BITS_PER_VALUE
 from credit_dp.forecast.initial_file import GribStates
+from credit_dp.forecast.stored_forecast import ZarrForecast
+from credit_dp.forecast.writer import ForecastWriter
 from credit_dp.variable_names import UPPER_AIR_NAMES, all_names_of
 from tests.data import region_grids, stores
 from tests.data.proj import project
@@ -112,21 +113,19 @@ def a_format(**changes):
 
 def write(form, path, fields=None):
     """Write fields, `(C, H, W)`, at all times, through a store, and return the messages' keys."""
-    writer = GribWriter(path, form, {})
-    writer.check()
-    writer.partial.mkdir()
-    writer.create(writer.partial, RowPartition.balanced(form.height, 1))
+    writer = ForecastWriter(path, "grib", form, {})
+    writer.begin(RowPartition.balanced(form.height, 1))
     shape = (len(form.channels), *form.grid)
     fields = np.zeros(shape, np.float32) if fields is None else fields
-    for job in writer.jobs:
+    for job in writer.store.jobs:
         for lead in range(len(form.hours)):
             parts = [
                 fields[v.channels] if v.on_levels else fields[v.channels.start]
                 for v in form.variables
             ]
             writer.write(job, lead, slice(0, form.height), parts)
-    for piece in range(writer.piece_count):
-        writer.assemble_piece(piece)
+    for copy in writer.copies(0, 1):
+        writer.copy(*copy)
     writer.finish()
     return path
 
@@ -485,14 +484,14 @@ def test_what_grib_has_no_form_for_is_refused(tmp_path):
     cases.append(({"grid": unequal}, r"to 0\.0[0-9]* degrees .* steps are unequal"))
     for changes, line in cases:
         with pytest.raises(UserError, match=rf"format: .*{line}.*\. Use format=zarr or netcdf"):
-            GribWriter(tmp_path / "f", a_format(**changes), {}).check()
+            ForecastWriter(tmp_path / "f", "grib", a_format(**changes), {}).check()
 
 
 @pytest.mark.slow
 def test_an_interrupted_file_is_written_again(config, tmp_path, monkeypatch):
     settings = forecast_config(config, tmp_path / "f.grib", format="grib", lead="6h")
     with monkeypatch.context() as patch:
-        patch.setattr(grib_writer, "read_field", lambda *args: 1 / 0)
+        patch.setattr(ZarrForecast, "read", lambda *args: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             forecast(settings)
     assert not (tmp_path / "f.grib").exists()

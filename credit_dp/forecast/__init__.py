@@ -3,7 +3,8 @@
 In this order: `request` parses what to forecast, `make_forecasts` builds the model, reads initial
 states (`initial_file`: from files of other sources) and drives all ranks, `writer` writes fields in
 the layout of `format` to a zarr store (`stored_forecast`), which may be copied to other formats
-(`netcdf_forecast`, `grib_forecast`); `check` verifies a forecast on disk, `sharded` joins its files.
+(`netcdf_forecast`, `grib_forecast`); `check` verifies a forecast on disk, `sharded` joins netCDF
+files of bands.
 """
 
 from pathlib import Path

@@ -15,7 +15,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Self, TypeVar, final
+from typing import Any, final
 
 import numpy as np
 import torch
@@ -80,7 +80,6 @@ CORRELATION_LENGTH = 0.16  # in earth radii: about 1000 km
 WAVE_COUNT = 256  # waves per perturbation
 
 Matrix = NDArray[np.float64]
-T = TypeVar("T")
 
 
 def run(config: Config, ranks: RankInfo) -> int:
@@ -117,8 +116,8 @@ def make_forecasts(
     for note in notes_of(pop_early_records()):
         screen.show(f"{'note':<13}{note}")
 
-    def on_first(action: Callable[[], T]) -> T | None:
-        return run_on_all_ranks(lambda: action() if manager.rank == 0 else None)
+    def on_first(action: Callable[[], object]) -> None:
+        run_on_all_ranks(lambda: action() if manager.rank == 0 else None)
 
     with ExitStack() as locks:
         on_first(lambda: locks.enter_context(writer.lock()))
@@ -268,40 +267,6 @@ def build_model(
 
 
 @final
-class SingleTaskExecutor:
-    """A thread that runs one task at a time, so that at most one lead time waits to be written.
-
-    The error of a task is raised by the next `submit` or `wait`, or at the end of the block.
-    """
-
-    def __init__(self) -> None:
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="forecast")
-        self._last: Future[None] | None = None
-
-    def submit(self, task: Callable[[], None]) -> None:
-        """Wait for the last task, then start this one."""
-        self.wait()
-        self._last = self._thread.submit(task)
-
-    def wait(self) -> None:
-        """Wait for the last task and raise its error, once."""
-        last = self._last
-        self._last = None
-        if last is not None:
-            last.result()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: object, error: object, traceback: object) -> None:
-        try:
-            if error is None:
-                self.wait()
-        finally:
-            self._thread.shutdown()
-
-
-@final
 class ForecastRunner:
     """Makes this data rank's forecasts on this domain rank's rows and writes them.
 
@@ -339,6 +304,7 @@ class ForecastRunner:
         self._exchange = RowExchange(computed, ranges, manager.domain_rank)
         self._rows = written.rows(manager.domain_rank)
         step_hours = states.store.config.step_hours
+        self._writing: Future[None] | None = None
         # Index of the lead time to write, by number of steps.
         self._leads = {hour // step_hours: lead for lead, hour in enumerate(writer.form.hours)}
 
@@ -354,7 +320,7 @@ class ForecastRunner:
         """
         done = 0
         states = self._states
-        with SingleTaskExecutor() as executor:
+        with ThreadPoolExecutor(1, thread_name_prefix="forecast") as thread:
             for job, counts in rank_jobs(jobs, self._manager.dp_rank, self._manager.dp_world_size):
                 rollout = replace(self._ensemble, members=(job.member,)).rollout(
                     states.times[[job.time]],
@@ -367,11 +333,12 @@ class ForecastRunner:
                 for number, members in enumerate(rollout, start=1):
                     lead = self._leads.get(number)
                     if counts and lead is not None:
-                        self._write_lead(executor, job, lead, members[:, 0])
+                        self._write_lead(thread, job, lead, members[:, 0])
                         progress(done := done + 1)
+            self._wait_for_disk()
 
     def _write_lead(
-        self, executor: SingleTaskExecutor, job: ForecastJob, lead: int, fields: Tensor
+        self, thread: ThreadPoolExecutor, job: ForecastJob, lead: int, fields: Tensor
     ) -> None:
         """Pass one lead time to the writer's thread.
 
@@ -381,7 +348,7 @@ class ForecastRunner:
             return
         # The lead time before was written while this one was computed. Waiting before the copy to
         # the CPU keeps a single lead time in memory.
-        executor.wait()
+        self._wait_for_disk()
         # On this thread: ranks exchange rows here, in an order that has to be the same on all of
         # them. The writer's thread only touches files.
         physical = self._fields(self._states.denormalise(fields))
@@ -390,7 +357,12 @@ class ForecastRunner:
         if self._back is not None:
             values = np.asarray(self._back(values, self._rows), dtype=np.float32)
         parts = split_by_variable(self._writer.form, values)
-        executor.submit(partial(self._writer.write, job, lead, self._rows, parts))
+        self._writing = thread.submit(self._writer.write, job, lead, self._rows, parts)
+
+    def _wait_for_disk(self) -> None:
+        """Wait until the last lead time is written, and raise its error."""
+        if self._writing is not None:
+            self._writing.result()
 
 
 def split_by_variable(form: ForecastFormat, values: FieldArray) -> list[FieldArray]:

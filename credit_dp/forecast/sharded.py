@@ -5,7 +5,7 @@ groups along time and member. Everything that is not joined has to be identical 
 are the settings of the forecast that wrote them.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple, final
@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from credit_dp.checks import expand_home
 from credit_dp.data.calendar import calendar_of, decode_dates
+from credit_dp.data.sources.address import reason_of
 from credit_dp.errors import UserError
 from credit_dp.files import PARTIAL_SUFFIX
 from credit_dp.forecast.format import describe_difference, read_settings_attribute
@@ -47,15 +48,17 @@ def open_sharded(path: str | Path) -> xr.Dataset:
         UserError: there are no files; bands overlap or have gaps; or anything else differs between
             files, even in the last digit: coordinates, bounds, units.
     """
-    files = _find_files(expand_home("path", str(path)))
-    groups: dict[tuple[Any, ...], list[Band]] = {}
-    for file in files:
+    # Files with the same times and members are bands of one globe.
+    globes: dict[tuple[Any, Any], list[Band]] = {}
+    for file in _find_files(expand_home("path", str(path))):
         band = _open_band(file)
-        groups.setdefault(_globe_key(band.data), []).append(band)
-    joined = {key: _join_bands(bands) for key, bands in sorted(groups.items())}
-    first = next(iter(joined.values()))
-    for key, data in list(joined.items())[1:]:
-        _check_consistent(groups[key][0].path, data, first)
+        globes.setdefault((_values(band.data, "time"), _values(band.data, "number")), []).append(
+            band
+        )
+    joined = {key: _join_bands(globes[key]) for key in sorted(globes)}
+    first, *others = joined
+    for key in others:
+        _check_consistent(globes[key][0].path, joined[key], joined[first])
     return _join_times_and_members(joined)
 
 
@@ -72,8 +75,7 @@ def _open_band(path: Path) -> Band:
     try:
         data = xr.open_dataset(path, engine="netcdf4", chunks={})  # lazy, in the file's chunks
     except Exception as error:
-        reason = " ".join(str(error).split()) or type(error).__name__
-        raise UserError(f"{path}: can't be read as netCDF ({reason}).") from error
+        raise UserError(f"{path}: can't be read as netCDF ({reason_of(error)}).") from error
     dim = next((name for name in LATITUDE_NAMES if name in data.dims and name in data.coords), None)
     if dim is None and "latitude" in data.coords and data["latitude"].ndim == 2:
         dim = str(data["latitude"].dims[0])  # of a projection, which has its own axis
@@ -85,12 +87,9 @@ def _open_band(path: Path) -> Band:
     return Band(path, data, latitude, dim)
 
 
-def _globe_key(data: xr.Dataset) -> tuple[Any, ...]:
-    """Return the times and members of a file; files with the same ones are bands of one globe."""
-    return tuple(
-        tuple(np.atleast_1d(data[name].values).tolist()) if name in data.coords else ()
-        for name in ("time", "number")
-    )
+def _values(data: xr.Dataset, name: str) -> tuple[Any, ...]:
+    """Return the values of a coordinate, which may be a scalar; () without it."""
+    return tuple(np.atleast_1d(data[name].values).tolist()) if name in data.coords else ()
 
 
 def _join_bands(bands: Sequence[Band]) -> xr.Dataset:
@@ -100,7 +99,7 @@ def _join_bands(bands: Sequence[Band]) -> xr.Dataset:
     ordered = sorted(bands, key=lambda band: band.latitude[0], reverse=falling)
     for band in ordered[1:]:
         _check_consistent(band.path, band.data, ordered[0].data, ordered[0].dim)
-    _check_edges(ordered, -1 if falling else 1)
+    _check_edges(ordered, falling)
     _check_all_rows(ordered)
     # After the checks nothing else has to be compared.
     data = _concatenate([band.data for band in ordered], ordered[0].dim)
@@ -108,12 +107,9 @@ def _join_bands(bands: Sequence[Band]) -> xr.Dataset:
     return data
 
 
-def _check_edges(bands: Sequence[Band], sign: int) -> None:
-    """Check that bands neither overlap nor have gaps between them.
-
-    Args:
-        sign: 1 if latitudes rise, -1 if they fall.
-    """
+def _check_edges(bands: Sequence[Band], falling: bool) -> None:
+    """Check that bands neither overlap nor have gaps between them."""
+    sign = -1 if falling else 1
     edges = [sign * float(b.latitude[0] - a.latitude[-1]) for a, b in pairwise(bands)]
     inner = np.concatenate([sign * np.diff(band.latitude) for band in bands])
     # Bands of a single row have no distances inside, only between each other.
@@ -161,12 +157,19 @@ def _check_all_rows(bands: Sequence[Band]) -> None:
 
 
 def _check_consistent(path: Path, data: xr.Dataset, other: xr.Dataset, dim: str = "") -> None:
-    """Check that two files have the same variables, units, and values that are not joined.
+    """Check that two files have the same settings, variables, units, and values besides a dim.
 
     Args:
-        dim: the dim to join along; "": along time and member.
+        dim: the dim to join bands along; "": globes are joined along time and member, and may come
+            from forecasts with other `init` or `members`.
     """
-    difference = describe_difference(*(_settings_of(x, bands=bool(dim)) for x in (other, data)))
+    along = {dim} if dim else {"time", "number"}
+    ours, theirs = (dict(read_settings_attribute(x.attrs)) for x in (data, other))
+    if not dim:
+        for name in OTHER_RUNS:
+            ours.pop(name, None)
+            theirs.pop(name, None)
+    difference = describe_difference(theirs, ours)
     if difference:
         raise UserError(
             f"{path}: is of another forecast than the other files: they have {difference}. Leave "
@@ -175,15 +178,16 @@ def _check_consistent(path: Path, data: xr.Dataset, other: xr.Dataset, dim: str 
     mismatched = sorted({*map(str, data.data_vars)} ^ {*map(str, other.data_vars)})
     if mismatched:
         raise UserError(f"{path}: has other variables than the other files ({mismatched[0]}).")
-    along = {dim} if dim else {"time", "number"}
     # The join takes these from the first file (compat="override") without comparing them.
     for name in sorted(_unjoined_variables(data, along) | _unjoined_variables(other, along)):
         a, b = (x.variables.get(name) for x in (data, other))
         if a is None or b is None or not a.equals(b):  # type: ignore[no-untyped-call]
-            difference = "" if a is None or b is None else _describe_difference(a.values, b.values)
+            by = ""
+            if a is not None and b is not None and a.shape == b.shape and a.dtype.kind == "f":
+                by = f", by up to {np.abs(a.values - b.values).max():.3g}"
             raise UserError(
-                f"{path}: has another {name} than the other files{difference}. Everything that is "
-                "not joined has to be identical, to the last digit."
+                f"{path}: has another {name} than the other files{by}. Everything that is not "
+                "joined has to be identical, to the last digit."
             )
     for name in map(str, data.data_vars):
         units = [str(x[name].attrs.get("units", "none")) for x in (data, other)]
@@ -191,36 +195,16 @@ def _check_consistent(path: Path, data: xr.Dataset, other: xr.Dataset, dim: str 
             raise UserError(f"{path}: has {name} in {units[0]}, the other files in {units[1]}.")
 
 
-def _settings_of(data: xr.Dataset, bands: bool) -> Mapping[str, Any]:
-    """Return the settings of the forecast that wrote a file; none in files of other programs.
-
-    Args:
-        bands: whether the files are bands of one globe, and not other times or members, which may
-            come from forecasts with other `init` or `members`.
-    """
-    settings = read_settings_attribute(data.attrs)
-    return settings if bands else {k: settings[k] for k in settings if k not in OTHER_RUNS}
-
-
 def _unjoined_variables(data: xr.Dataset, along: set[str]) -> set[str]:
     """Return the variables that a joined dataset takes from one file."""
     # A scalar time in a file becomes a dim of all its data variables: only coordinates remain.
     scalar = any(dim in data.coords and dim not in data.dims for dim in along)
     variables = data.coords.variables if scalar else data.variables
-    return {str(name) for name, of in variables.items() if not along & {name, *of.dims}}
+    return {str(name) for name, array in variables.items() if not along & {name, *array.dims}}
 
 
-def _describe_difference(a: NDArray[Any], b: NDArray[Any]) -> str:
-    if a.shape != b.shape or a.dtype.kind != "f":
-        return ""
-    return f", by up to {np.abs(a - b).max():.3g}"
-
-
-def _join_times_and_members(joined: dict[tuple[Any, ...], xr.Dataset]) -> xr.Dataset:
-    """Join globes along time, then along members.
-
-    Args:
-        joined: by times and members, as `_globe_key` returns them.
+def _join_times_and_members(joined: dict[tuple[Any, Any], xr.Dataset]) -> xr.Dataset:
+    """Join globes, by times and members, along time, then along members.
 
     Raises:
         UserError: a member lacks a time that another one has.
@@ -229,21 +213,16 @@ def _join_times_and_members(joined: dict[tuple[Any, ...], xr.Dataset]) -> xr.Dat
     members = sorted({key[1] for key in joined})
     rows = []
     for member in members:
-        missing = next((time for time in times if (time, member) not in joined), None)
-        if missing is not None:
-            raise UserError(
-                f"number={list(member)}: there is no file for the time "
-                f"{_first_date(joined, missing)}, which other members have. Add it."
-            )
+        for time in times:
+            if (time, member) not in joined:
+                dates = next(x for key, x in joined.items() if key[0] == time)["time"].values
+                date = calendar_of(dates).short_text(decode_dates(np.atleast_1d(dates))[0])
+                raise UserError(
+                    f"number={list(member)}: there is no file for the time {date}, which other "
+                    "members have. Add it."
+                )
         rows.append(_concatenate([joined[time, member] for time in times], "time"))
     return _concatenate(rows, "number")
-
-
-def _first_date(joined: dict[tuple[Any, ...], xr.Dataset], times: tuple[Any, ...]) -> str:
-    """Return the first of some times as text."""
-    data = next(data for (of_data, _), data in joined.items() if of_data == times)
-    dates = np.atleast_1d(data["time"].values)
-    return calendar_of(dates).short_text(decode_dates(dates)[0])
 
 
 def _concatenate(parts: list[xr.Dataset], dim: str) -> xr.Dataset:

@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
@@ -65,23 +65,6 @@ Exit code: 0 if the forecast is complete; 1 if `check` finds it incomplete; 2 if
 wrong.
 """
 
-FORECAST_KEYS: Mapping[str, Any] = {
-    "checkpoint": "",
-    "init": "",
-    "lead": "",
-    "out": "",
-    "every": "",
-    "format": "zarr",
-    "members": 0,
-    "perturb": 0.0,
-    "perturb_seed": 0,
-    "diagnostics": "",
-    "pressure_levels": "",
-    "init_file": "",
-    "regrid": "",
-    "grid": "",
-    "boundary": "",
-}
 REQUIRED_KEYS = {
     "checkpoint": "the folder of a run or of a checkpoint",
     "init": "initial times, like init=2001-02-10, or init_file",
@@ -165,8 +148,7 @@ def forecast_config(arguments: Sequence[str], program: str) -> "ForecastConfig":
         request = replace(request, init=time)
     request.check(config.data.step_hours, noise=has_noise)
     check_boundary_key(request, config.data.boundary)
-    # The times are only needed later: this refuses wrong ones before ranks start.
-    request.initial_times()
+    request.initial_times()  # refuses wrong ones before ranks start
     names, levels = request.diagnostic_names(), request.levels_in_hpa()
     if names or levels:
         from credit_dp.physics.diagnostics import check_written
@@ -217,6 +199,8 @@ def split_arguments(arguments: Sequence[str], program: str) -> tuple[dict[str, A
     Raises:
         UserError: a key belongs to neither, or its value has the wrong type.
     """
+    from credit_dp.forecast.request import FORECAST_KEYS
+
     keys, others = split_keys(arguments, FORECAST_KEYS)
     for text in others:
         key, equals, _ = text.partition("=")

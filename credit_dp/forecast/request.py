@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import NamedTuple, final
 
@@ -51,10 +51,10 @@ class ForecastRequest:
         calendar: of the model's data, in which `init` is.
     """
 
-    checkpoint: str
-    init: str
-    lead: str
-    out: str
+    checkpoint: str = ""
+    init: str = ""
+    lead: str = ""
+    out: str = ""
     every: str = ""
     format: str = "zarr"
     members: int = 0
@@ -72,7 +72,6 @@ class ForecastRequest:
         """Check all values, and that lead times fit the model's step.
 
         Args:
-            step_hours: of the model.
             noise: whether the model has noise, so that members differ from the same state.
         """
         checks.one_of("format", self.format, FORMATS)
@@ -95,8 +94,8 @@ class ForecastRequest:
         checks.integer_in("perturb_seed", self.perturb_seed, 0, 2**63 - 1)
         if self.format == "grib" and not self.calendar.is_standard:
             raise UserError(
-                f"format: GRIB has no dates of the {self.calendar.name} calendar, which those of "
-                "the training data are of. Use format=zarr or format=netcdf."
+                f"format: GRIB has no dates of the {self.calendar.name} calendar, which the "
+                "training data have. Use format=zarr or format=netcdf."
             )
         if self.members > 1 and not self.perturb and not noise:
             raise UserError(
@@ -178,12 +177,16 @@ class ForecastRequest:
         return checks.expand_home("out", self.out).absolute()
 
 
+# The keys of the command, with their defaults.
+FORECAST_KEYS = {x.name: x.default for x in fields(ForecastRequest) if x.name != "calendar"}
+
+
 @final
 @dataclass
 class ForecastConfig(Config):
     """The config of the run that trained the model, with the request for forecasts."""
 
-    request: ForecastRequest = ForecastRequest("", "", "", "")
+    request: ForecastRequest = ForecastRequest()
 
 
 def parse_initial_times(text: str, calendar: Calendar = STANDARD) -> Times:

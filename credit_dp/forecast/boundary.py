@@ -38,13 +38,10 @@ def _errors_of_driver() -> Iterator[None]:
 
 @final
 class DrivingStates:
-    """The states of a driver at the times of one forecast, on the grid of a region.
+    """The states of a driver at the valid times of one forecast's steps, on the grid of a region.
 
     Args:
         text: `PATH` or `[PATH,...]` of the driver.
-        store: of the run.
-        init: initial time.
-        times: valid times of all steps, rising.
 
     Attributes:
         stamps: see `InitialFiles`.
@@ -72,7 +69,6 @@ class DrivingStates:
         """Yield the state after each step on a band of rows, `(1, C, rows, W)`.
 
         Args:
-            rows: the band.
             initial: reads the initial state, from which the rim goes on to the driver's first time.
         """
         fields: dict[np.datetime64, FieldArray] = {}
@@ -128,12 +124,7 @@ def _times_around(files: InitialFiles, store: Store, init: np.datetime64, times:
 
 
 def check_boundary_key(request: ForecastRequest, width: int) -> None:
-    """Check that a forecast of a region with a rim, and no other, says what gives it.
-
-    Args:
-        request: the forecast.
-        width: `data.boundary` of the run.
-    """
+    """Check that a forecast of a region whose rim has a width, and no other, says what gives it."""
     if width and not request.boundary:
         raise UserError(
             f"{KEY}: the model was trained with data.boundary={width}, rows and columns at the rim "

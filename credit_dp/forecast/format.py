@@ -97,17 +97,13 @@ class ForecastFormat:
     """Dims, coordinates and variables of a forecast.
 
     Attributes:
-        channels: of the written fields, in order.
-        units: by variable.
-        times: initial times.
+        times: initial times, in `calendar`.
         hours: lead times.
-        grid: of the fields.
         members: members of an ensemble; 0: no dimension of members.
         summed: variables whose values are sums over the `span` hours before the valid time.
         span: in hours; 0 without such variables.
         model_levels: whether levels are model levels, not pressure levels.
-        calendar: of the initial times.
-        cells: of the source, on which fields are written instead; None for those of `grid`.
+        cells: cells of the source, on which fields are written instead of `grid`.
         along_grid: winds along the axes of a projection, with their standard names.
     """
 
@@ -176,12 +172,7 @@ class ForecastFormat:
         """Return the names of the dims of rows and columns, or of the one of cells."""
         return self.grid.dims if self.cells is None else ("cell",)
 
-    @property
-    def levels(self) -> list[int]:
-        """Return all levels, in the order of the channels."""
-        return list(dict.fromkeys(c.level for c in self.channels if c.level is not None))
-
-    @property
+    @cached_property
     def variables(self) -> list[OutputVariable]:
         """Return the variables, in the order of the channels."""
         variables: list[OutputVariable] = []
@@ -204,14 +195,18 @@ class ForecastFormat:
         """Return the coordinates of all dims, bounds of sums, and what CF needs of projections."""
         times, time_units = self.calendar.encode(self.times)
         hours = np.array(self.hours, np.int64)
-        levels = np.array(self.levels, np.int64)
+        levels = dict.fromkeys(c.level for c in self.channels if c.level is not None)
         of_times = TIME | {"units": time_units, "calendar": self.calendar.cf_name}
         of_leads = LEAD | ({"bounds": LEAD_BOUNDS} if self.summed else {})
         coordinates = [
             _coordinate("number", np.arange(self.members), MEMBER),
             _coordinate("time", times, of_times),
             _coordinate(LEAD_DIM, hours, of_leads),
-            _coordinate("level", levels, MODEL_LEVEL if self.model_levels else PRESSURE_LEVEL),
+            _coordinate(
+                "level",
+                np.array([*levels], np.int64),
+                MODEL_LEVEL if self.model_levels else PRESSURE_LEVEL,
+            ),
             *self._horizontal_coordinates(),
         ]
         # Without members or levels their coordinates are empty.

@@ -13,6 +13,7 @@ from typing import Any, Final, final
 import numpy as np
 from numpy.typing import NDArray
 
+from credit_dp.data.channels import Channel
 from credit_dp.data.grid import (
     COORDINATE_TOLERANCE,
     ROUNDING,
@@ -35,7 +36,7 @@ from credit_dp.data.sources.grib_names import MODEL, PRESSURE, SINGLE, GribCode,
 from credit_dp.data.units import find_conversion
 from credit_dp.data.winds import other_component
 from credit_dp.errors import UserError
-from credit_dp.forecast.format import OutputVariable, Points
+from credit_dp.forecast.format import Points
 from credit_dp.forecast.request import ForecastJob
 from credit_dp.forecast.stored_forecast import (
     CopiedForecast,
@@ -78,17 +79,7 @@ class GribForecast(CopiedForecast):
             UserError: names the variables, or the problem of the grid.
         """
         eccodes = load_eccodes("format")
-        names = [
-            channel.name
-            for channel in self.form.channels
-            if code_of(channel.variable, channel.level) is None
-        ]
-        if names:
-            raise UserError(
-                f"format: GRIB has no code for {', '.join(names)} here. Use format=zarr or netcdf."
-            )
-        for channel in self.form.channels:
-            self._conversion(channel.variable, channel.level)
+        _ = self._codes  # refuses channels without
         cells = self.form.cells
         if cells is not None and not _reduced_grid_keys(cells):
             raise UserError(
@@ -168,17 +159,43 @@ class GribForecast(CopiedForecast):
         yield {}
 
     def copy(self, file: ForecastFile, job: ForecastJob, lead: int, store: ZarrForecast) -> None:
-        """See `CopiedForecast`: append the messages of one lead time."""
+        """Append the messages of one lead time to the file."""
         eccodes = load_eccodes("format")
         with file.path.open("ab") as messages:
             for variable in self.form.variables:
+                channels = self.form.channels[variable.channels]
                 values = store.read(variable, job, lead, slice(0, self.form.height))
-                levels = self._levels(variable)
-                for level, field in zip(levels, values.reshape(len(levels), -1), strict=True):
+                for channel, field in zip(channels, values.reshape(len(channels), -1), strict=True):
                     with LIBRARY_LOCK:
-                        messages.write(
-                            self._encode(eccodes, variable.name, level, job, lead, field)
-                        )
+                        messages.write(self._encode(eccodes, channel, job, lead, field))
+
+    @cached_property
+    def _codes(self) -> dict[Channel, tuple[GribCode, float, float]]:
+        """Each channel's code, and scale and offset to the code's unit.
+
+        Raises:
+            UserError: a channel has no code, or a unit that can't be converted.
+        """
+        codes, without = {}, []
+        for channel in self.form.channels:
+            code = code_of(channel.variable, channel.level)
+            if code is None:
+                without.append(channel.name)
+                continue
+            unit = self.form.units.get(channel.variable, "")
+            conversion = find_conversion(unit, code.unit)
+            if conversion is None:
+                raise UserError(
+                    f"format: {channel.variable} is in {unit}, which can't be converted to GRIB's "
+                    f"{code.unit}. Use format=zarr or netcdf."
+                )
+            codes[channel] = code, *conversion
+        if without:
+            raise UserError(
+                f"format: GRIB has no code for {', '.join(without)} here. Use format=zarr or "
+                "netcdf."
+            )
+        return codes
 
     @cached_property
     def _grid(self) -> tuple[dict[str, Any], slice]:
@@ -231,45 +248,19 @@ class GribForecast(CopiedForecast):
         apart = unit_vectors(*found) - unit_vectors(grid.latitude, grid.longitude)
         return float(np.rad2deg(np.linalg.norm(apart, axis=0)).max())
 
-    def _levels(self, variable: OutputVariable) -> list[int | None]:
-        return [channel.level for channel in self.form.channels[variable.channels]]
-
-    def _conversion(self, variable: str, level: int | None) -> tuple[float, float]:
-        """Return scale and offset from a variable's unit to that of its code.
-
-        Raises:
-            UserError: it has another unit.
-        """
-        code = self._code(variable, level)
-        unit = self.form.units.get(variable, "")
-        conversion = find_conversion(unit, code.unit)
-        if conversion is None:
-            raise UserError(
-                f"format: {variable} is in {unit}, which can't be converted to GRIB's {code.unit}. "
-                "Use format=zarr or netcdf."
-            )
-        return conversion
-
-    def _code(self, variable: str, level: int | None) -> GribCode:
-        code = code_of(variable, level)
-        if code is None:
-            raise ValueError(f"{variable} has no GRIB code")
-        return code
-
     def _encode(
         self,
         eccodes: Any,
-        variable: str,
-        level: int | None,
+        channel: Channel,
         job: ForecastJob,
         lead: int,
         field: NDArray[np.float32],
     ) -> bytes:
         """Return the message of one field, `(H * W,)` or of cells."""
-        scale, offset = self._conversion(variable, level)
+        _, scale, offset = self._codes[channel]
         values = field.astype(np.float64) * scale + offset
         values = values.reshape(self.form.height, -1)[self._grid[1]].ravel()
-        with _new_message(eccodes, self._header(variable, level, job, lead)) as handle:
+        with _new_message(eccodes, self._header(channel, job, lead)) as handle:
             if self.form.along_grid:
                 # In all messages: readers take those with other flags for ones on another grid.
                 flags = eccodes.codes_get(handle, COMPONENT_FLAGS)
@@ -284,16 +275,14 @@ class GribForecast(CopiedForecast):
             message: bytes = eccodes.codes_get_message(handle)
         return with_checksum(message)
 
-    def _header(
-        self, variable: str, level: int | None, job: ForecastJob, lead: int
-    ) -> dict[str, Any]:
+    def _header(self, channel: Channel, job: ForecastJob, lead: int) -> dict[str, Any]:
         """Return the keys of a message, in the order in which they have to be set."""
-        code = self._code(variable, level)
-        _, level = long_name(variable, level)
+        code, *_ = self._codes[channel]
+        _, level = long_name(channel.variable, channel.level)
         kind = code.level_type or (MODEL if self.form.model_levels else PRESSURE)
         time = self.form.times[job.time].astype("M8[m]").astype(object)
         hours = self.form.hours[lead]
-        is_sum, is_member = variable in self.form.summed, self.form.members > 0
+        is_sum, is_member = channel.variable in self.form.summed, self.form.members > 0
         # Templates 4.0, 4.1, 4.8 and 4.11: a forecast, a member, and a sum over time of either.
         template = (11 if is_member else 8) if is_sum else int(is_member)
         member = {"number": job.member, "numberOfForecastsInEnsemble": self.form.members}

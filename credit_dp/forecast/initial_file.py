@@ -65,16 +65,10 @@ Regrid = Callable[[NDArray[np.floating]], NDArray[np.floating]]
 
 
 class FoundField(NamedTuple):
-    """A field in a file.
-
-    Attributes:
-        unit: as the file gives it.
-        along_grid: of a wind; see `lies_along_grid`.
-        read: reads its values, `(N,)`.
-    """
+    """A field in a file, with its unit there; `read` reads its values, `(N,)`."""
 
     unit: str
-    along_grid: bool | None
+    along_grid: bool | None  # whether a wind lies along the grid, see `lies_along_grid`
     read: Callable[[], FieldArray]
 
 
@@ -99,13 +93,11 @@ class StateFile(ABC):
     def find(
         self, names: Sequence[str], level: int | None, model_levels: bool, time: np.datetime64
     ) -> FoundField | None:
-        """Return a field under the first of its names that the file has; None if it has none.
+        """Return a field at a valid time, under the first of its names that the file has.
 
         Args:
-            names: of the variable, the best first.
             level: in hPa, or the number of a model level; None without.
             model_levels: whether it is the number of a model level.
-            time: valid time.
 
         Raises:
             UserError: the file has the field twice, or in a form that can't be read.
@@ -113,10 +105,6 @@ class StateFile(ABC):
 
     def regridder(self, store: Store, method: str) -> Regrid:
         """Return what brings the values of a field to the grid of a store, `(N,)` -> `(H, W)`.
-
-        Args:
-            store: has the grid.
-            method: one of `REGRIDDING`, for another grid than the store's.
 
         Raises:
             UserError: the file does not cover the region of the store, or the method needs the
@@ -173,7 +161,7 @@ class GribStates(StateFile):
     def find(
         self, names: Sequence[str], level: int | None, model_levels: bool, time: np.datetime64
     ) -> FoundField | None:
-        """See `StateFile`."""
+        """Find the message of a field."""
         kind = SINGLE if level is None else MODEL if model_levels else PRESSURE
         for name in names:
             messages = self._messages.get((kind, name, level or 0, time), [])
@@ -216,7 +204,7 @@ class GriddedStates(StateFile):
     def find(
         self, names: Sequence[str], level: int | None, model_levels: bool, time: np.datetime64
     ) -> FoundField | None:
-        """See `StateFile`."""
+        """Find a variable that has the field."""
         index = int(np.searchsorted(self.times, time))
         if index == len(self.times) or self.times[index] != time:
             return None
@@ -246,12 +234,7 @@ class GriddedStates(StateFile):
 
 @final
 class InitialFiles:
-    """The files of `init_file`, which give the input states of forecasts.
-
-    Args:
-        files: of which the first one that has a field gives it.
-        addresses: their absolute paths.
-    """
+    """The files of `init_file`; of several, the first one that has a field gives it."""
 
     def __init__(self, files: Sequence[StateFile], addresses: Sequence[str]) -> None:
         self._files = files
@@ -262,9 +245,7 @@ class InitialFiles:
         """Open `PATH` or `[PATH,...]`; fields are read later.
 
         Args:
-            text: the paths.
-            initial: of forecasts from several initial times the one to take; None: they are
-                refused.
+            initial: the initial time to choose from forecasts of several; None: they are refused.
 
         Raises:
             UserError: names the file that can't be used.
@@ -304,11 +285,6 @@ class InitialFiles:
 
     def reader(self, store: Store, times: Times, regrid: str = CONSERVATIVE) -> "StateReader":
         """Return what reads the prognostic fields of a run at some times; nothing is read yet.
-
-        Args:
-            store: of the run.
-            times: to read.
-            regrid: one of `REGRIDDING`: how fields on another grid are regridded.
 
         Raises:
             UserError: names all fields that are missing, or whose unit does not fit.
@@ -492,20 +468,12 @@ class StateReader:
 
 
 def open_initial_files(request: ForecastRequest) -> InitialFiles | None:
-    """Open the files of `init_file`; None without any.
-
-    Raises:
-        UserError: names the file that can't be used.
-    """
+    """Open the files of `init_file`; None without any."""
     return InitialFiles.open(request.init_file) if request.init_file else None
 
 
 def _check_paths(text: str) -> list[str]:
-    """Return the paths in `PATH` or `[PATH,...]`.
-
-    Raises:
-        UserError: one is remote.
-    """
+    """Return the paths in `PATH` or `[PATH,...]`, which have to be local."""
     paths = parse_list(text)
     remote = next((path for path in paths if is_remote(path)), None)
     if remote is not None or not paths:
@@ -533,11 +501,6 @@ def _split_time(
     """Return a dataset with at most one dim in time, called `time`, its valid times and calendar.
 
     Files of one forecast have a dim of lead times, those of one field only scalar times.
-
-    Args:
-        dataset: of the file.
-        path: of the file.
-        initial: see `InitialFiles.open`.
 
     Raises:
         UserError: it has forecasts from several initial times, not from `initial`, or no time at

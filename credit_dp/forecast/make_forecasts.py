@@ -270,13 +270,8 @@ def build_model(
 class ForecastRunner:
     """Makes this data rank's forecasts on this domain rank's rows and writes them.
 
-    Memory holds the state of one forecast and one lead time that is being written.
-
-    Args:
-        ensemble: the model's forecasts, on this rank's rows.
-        states: reads initial states and forcing.
-        fields: computes the fields to write from those of the model.
-        writer: after `begin` on rank 0.
+    Memory holds the state of one forecast and one lead time that is being written. The output has
+    been created before.
     """
 
     def __init__(
@@ -427,9 +422,7 @@ class Perturbations:
     A wave can be evaluated on any row alone, so that ranks need no communication.
 
     Args:
-        seed: used together with the initial time and the member.
-        latitude: of the rows, in degrees.
-        longitude: of the columns, in degrees; on a projection, both are of all points.
+        latitude, longitude: of rows and columns in degrees, or on a projection of all points.
         channels: number of channels of a state; each is perturbed independently.
     """
 
@@ -455,13 +448,10 @@ class Perturbations:
 
 @final
 class InitialStates:
-    """Reads and perturbs initial states, and reads forcing.
+    """Reads and perturbs initial states, and reads forcing, on this rank's rows.
 
     Args:
-        prepared: the store, with the statistics that the model was trained with.
-        request: initial times, lead times and perturbation.
         frames: number of input states of the model.
-        rows: this rank's band.
         like: gives device and dtype of every tensor returned.
         files: reads the states instead of the store.
     """

@@ -47,7 +47,7 @@ class NetcdfForecast(CopiedForecast):
 
     @contextmanager
     def open_arrays(self, path: Path) -> Iterator[Mapping[str, StoredArray]]:
-        """See `StoredForecast`."""
+        """Open one file, and yield its variables by name."""
         try:
             file = netCDF4.Dataset(path)
         except (OSError, RuntimeError) as error:
@@ -60,7 +60,7 @@ class NetcdfForecast(CopiedForecast):
             }
 
     def copy(self, file: ForecastFile, job: ForecastJob, lead: int, store: ZarrForecast) -> None:
-        """See `CopiedForecast`."""
+        """Copy one lead time to a file, which is created if it does not exist."""
         with LIBRARY_LOCK, as_os_error():
             if not file.path.exists():
                 create_file(file.path, self.form, self.settings, file.slices, self.levels_apart)
@@ -79,7 +79,7 @@ class NetcdfFile(NetcdfForecast):
 
     @classmethod
     def read_settings(cls, path: Path) -> Mapping[str, Any] | None:
-        """See `StoredForecast`."""
+        """Return the settings in the file's attributes."""
         return read_file_settings(path)
 
 
@@ -94,7 +94,7 @@ class NetcdfFolder(NetcdfForecast):
 
     @classmethod
     def read_settings(cls, path: Path) -> Mapping[str, Any] | None:
-        """See `StoredForecast`."""
+        """Return the settings in `forecast.json`."""
         try:
             manifest = json.loads((path / MANIFEST).read_text())
             settings: Mapping[str, Any] = manifest[SETTINGS_ATTRIBUTE]
@@ -114,11 +114,11 @@ class NetcdfFolder(NetcdfForecast):
         return [slice(*pair) for pair in pairwise(bounds)]
 
     def files(self) -> list[ForecastFile]:
-        """See `StoredForecast`."""
+        """Return a file for each forecast and band."""
         return [self._file(job, rows) for job in self.jobs for rows in self.bands]
 
     def missing(self) -> list[MissingField]:
-        """See `StoredForecast`; files are complete, or all their lead times are missing."""
+        """Return all lead times of the files that are gone."""
         return [
             MissingField(file.jobs[0], lead, file.bands[0])
             for file in self.files()
@@ -127,7 +127,7 @@ class NetcdfFolder(NetcdfForecast):
         ]
 
     def create(self, bands: RowPartition) -> None:
-        """See `CopiedForecast`."""
+        """Create the folder with `forecast.json`."""
         self.path.mkdir()
         content = {SETTINGS_ATTRIBUTE: self.settings, BOUNDS_KEY: list(bands.bounds)}
         write_bytes_atomic(self.path / MANIFEST, json.dumps(content).encode(), durable=True)
@@ -154,7 +154,6 @@ def create_file(
     """Create a file with everything but the fields.
 
     Args:
-        settings: written as global attribute.
         slices: the part of a dim that the file contains; dims not listed are complete.
         levels_apart: whether each level is a chunk of its own.
     """

@@ -47,7 +47,7 @@ CODEC = "zstd"
 
 
 class MissingField(NamedTuple):
-    """A field that has not been written: its job, the index of its lead time, and its rows."""
+    """A field that has not been written; `lead` is the index of its lead time."""
 
     job: ForecastJob
     lead: int
@@ -194,7 +194,7 @@ class ZarrForecast(StoredForecast):
 
     @classmethod
     def read_settings(cls, path: Path) -> Mapping[str, Any] | None:
-        """See `StoredForecast`."""
+        """Return the settings in the store's attributes."""
         try:
             metadata = json.loads((path / "zarr.json").read_text())
             settings: Mapping[str, Any] = json.loads(metadata["attributes"][SETTINGS_ATTRIBUTE])
@@ -204,7 +204,7 @@ class ZarrForecast(StoredForecast):
 
     @contextmanager
     def open_arrays(self, path: Path) -> Iterator[Mapping[str, StoredArray]]:
-        """See `StoredForecast`."""
+        """Yield the arrays of the layout that the store has."""
         names = [array.name for array in self.form.fixed_arrays]
         names += [variable.name for variable in self.form.variables]
         arrays = {name: self._open_array(name) for name in names if (path / name).is_dir()}
@@ -231,7 +231,7 @@ class ZarrForecast(StoredForecast):
         return int(chunk[-len(self.form.horizontal_dims)])
 
     def missing(self) -> list[MissingField]:
-        """See `StoredForecast`."""
+        """Return the fields of which a chunk is missing."""
         written = {v.name: set(_nonempty_files(self.path / v.name)) for v in self.form.variables}
         return [
             MissingField(job, lead, rows)

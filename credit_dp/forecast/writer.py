@@ -51,9 +51,8 @@ class ForecastWriter:
     Args:
         out: final path of the forecast.
         format_name: one of `FORMATS`.
-        form: its dims, coordinates and variables.
-        settings: everything that its values depend on, as JSON. A forecast that was begun is only
-            resumed with the same settings.
+        settings: everything that the forecast's values depend on, as JSON: one that was begun is
+            only resumed with the same settings.
     """
 
     def __init__(

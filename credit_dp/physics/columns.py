@@ -374,7 +374,6 @@ class PhysicalChannels(NamedChannels):
 
     Args:
         channels, hybrid, surface_geopotential: see `NamedChannels`.
-        variables: configs by variable.
         statistics: with which channels are normalised.
     """
 

@@ -387,9 +387,6 @@ def check_written(
 
     Args:
         names: of the model's outputs.
-        static: names of static fields.
-        diagnostics: keys of `NEEDS`.
-        pressure_levels: see `WrittenFields`.
 
     Raises:
         UserError: names what is missing.
@@ -425,9 +422,7 @@ def written_fields(
     """Return the module that computes the fields to write from those of a store's model.
 
     Args:
-        store: has channels, levels and the ground.
-        rows: this rank's band; None reads nothing, for `written_channels`.
-        diagnostics, pressure_levels: see `WrittenFields`.
+        rows: this rank's band; None reads nothing.
 
     Raises:
         UserError: the store has no model levels to interpolate from, or not their coefficients.

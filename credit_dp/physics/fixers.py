@@ -126,12 +126,7 @@ class Bounds(Fixer):
 
 
 class Budget(Fixer):
-    """Base of the fixers that close a budget of the globe's air.
-
-    Args:
-        channels: finds variables.
-        mean: over the globe.
-    """
+    """Base of the fixers that close a budget of the globe's air."""
 
     def __init__(self, channels: PhysicalChannels, mean: GlobalMean) -> None:
         super().__init__()
@@ -183,7 +178,6 @@ class WaterFixer(Budget):
     everywhere.
 
     Args:
-        channels, mean: see `Budget`.
         precipitation, evaporation: names of variables in m over a step; evaporation is negative
             where water leaves the surface, as in ERA5.
 
@@ -224,7 +218,6 @@ class EnergyFixer(Budget):
     changes accordingly. Total water, where vapour is not apart, counts as vapour.
 
     Args:
-        channels, mean: see `Budget`.
         fluxes: names of the fluxes through top and surface, in J m-2 over a step.
 
     Source: Schreck et al. 2024, the correction of total energy.
@@ -326,12 +319,9 @@ def count_fixer_memory(
     """Return what the fixers of a config need for backward, from tensors without data.
 
     Args:
-        config: of the model.
         channels: finds variables; its statistics don't matter.
-        step_hours: the model's step.
         shape: samples, rows and columns of the band.
         states: number of channels of a state.
-        dtype: of the fields.
     """
     samples, rows, columns = shape
     # As a rank that has no others: a mean that it receives is of the same size.
@@ -465,12 +455,6 @@ def build_fixers(
     config: ModelConfig, channels: PhysicalChannels, mean: GlobalMean, step_hours: int
 ) -> Fixers | None:
     """Return the fixers of a config; None if it has none.
-
-    Args:
-        config: has their names and bounds.
-        channels: finds variables and their units.
-        mean: over the globe.
-        step_hours: the model's step.
 
     Raises:
         UserError: a variable is on no levels, or not known to `model.bounds`.

@@ -301,16 +301,16 @@ class InitialFiles:
                     f"{KEY}: {file.where} has dates of the {file.calendar.name} calendar, but the "
                     f"model's are of the {store.calendar.name} calendar. Change {KEY}."
                 )
-        found: dict[tuple[Channel, np.datetime64], tuple[StateFile, FoundField]] = {}
+        fields: dict[tuple[Channel, np.datetime64], _Field] = {}
         missing: dict[tuple[Channel, ...], list[str]] = {}
         for time in np.unique(times):
             lacking = []
             for channel in store.channels.prognostic:
-                pair = self._find(store, channel, time)
-                if pair is None:
+                field = self._find(store, channel, time)
+                if field is None:
                     lacking.append(channel)
                 else:
-                    found[channel, time] = pair
+                    fields[channel, time] = field
             if lacking:
                 missing.setdefault(tuple(lacking), []).append(store.calendar.text(time))
         if missing:
@@ -322,10 +322,6 @@ class InitialFiles:
             raise UserError(
                 f"{KEY}: {where} lacks {'; '.join(lacks)}. Add a file that has it to {KEY}."
             )
-        fields = {
-            (channel, time): _Field(*pair, _conversion(store, channel, pair[0], pair[1].unit))
-            for (channel, time), pair in found.items()
-        }
         turned: dict[tuple[Channel, np.datetime64], tuple[_Field, Turn]] = {}
         turns: dict[str, Turn] = {}  # fields of a variable share theirs
         for (channel, time), field in fields.items():
@@ -349,20 +345,24 @@ class InitialFiles:
             UserError: the files lack it.
         """
         name = other_component(channel.variable)
-        found = self._find(store, channel, time, name) if name else None
-        if found is None or found[1].along_grid != field.found.along_grid:
+        other = self._find(store, channel, time, name) if name else None
+        if other is None or other.found.along_grid != field.found.along_grid:
             lies = field.found.along_grid
             raise UserError(
                 f"{KEY}: {field.file.where}: {channel.name} is {describe_winds(lies)}, but "
                 f"{describe_winds(not lies)} in {store.source.where}, and can't be turned without "
                 f"the other component of this wind. Add a file that has it to {KEY}."
             )
-        return _Field(*found, _conversion(store, channel, found[0], found[1].unit))
+        return other
 
     def _find(
         self, store: Store, channel: Channel, time: np.datetime64, name: str | None = None
-    ) -> tuple[StateFile, FoundField] | None:
-        """Return the field of a channel, or of another variable on its level."""
+    ) -> "_Field | None":
+        """Return the field of a channel, or of another variable on its level.
+
+        Raises:
+            UserError: its unit can't be converted.
+        """
         name = name or channel.variable
         long, level = long_name(name, channel.level)
         if level is None:
@@ -374,7 +374,8 @@ class InitialFiles:
         for file in self._files:
             found = file.find(list(names), level, model_levels, time)
             if found is not None:
-                return file, found
+                conversion = _conversion(store, channel, file, found.unit)
+                return _Field(file, found, conversion)
         return None
 
 

@@ -232,12 +232,13 @@ class ZarrForecast(StoredForecast):
 
     def missing(self) -> list[MissingField]:
         """Return the fields of which a chunk is missing."""
+        chunks = list(enumerate(self.bands))
         written = {v.name: set(_nonempty_files(self.path / v.name)) for v in self.form.variables}
         return [
             MissingField(job, lead, rows)
             for job in self.jobs
             for lead in range(len(self.form.hours))
-            for chunk, rows in enumerate(self.bands)
+            for chunk, rows in chunks
             if any(
                 self._chunk_name(variable, job, lead, chunk) not in written[variable.name]
                 for variable in self.form.variables

@@ -39,8 +39,9 @@ def test_the_file_has_the_bits_of_the_store(config, whole, tmp_path, ranks):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("form", ["netcdf_file", "netcdf"])
 @pytest.mark.parametrize("full", [False, True])
-def test_an_interrupted_join_resumes(config, tmp_path, monkeypatch, full):
+def test_an_interrupted_copy_resumes(config, tmp_path, monkeypatch, full, form):
     read, pieces = ZarrForecast.read, []
 
     def some(*args):
@@ -49,12 +50,16 @@ def test_an_interrupted_join_resumes(config, tmp_path, monkeypatch, full):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)) if full else KeyboardInterrupt
         return read(*args)
 
-    settings = forecast_config(config, tmp_path / "f.nc", **ONE)
+    settings = forecast_config(config, tmp_path / "f.nc", format=form)
     with monkeypatch.context() as patch:
         patch.setattr(ZarrForecast, "read", some)
         with pytest.raises(UserError if full else KeyboardInterrupt):
             forecast(settings)
     assert {path.name for path in tmp_path.iterdir()} == {"f.nc.partial"}
+    begun = tmp_path / "f.nc.partial/.copy"
+    if full:  # its space is free again
+        assert not begun.is_file()
+        assert not list(begun.glob("*.nc"))
     finding = check_forecast(str(tmp_path / "f.nc"))
     assert (finding.complete, finding.missing) == (False, [])
     out = forecast(settings)

@@ -110,8 +110,6 @@ def _indented_lines(lines: list[str], count: int) -> list[str]:
 
 def find_damage(forecast: StoredForecast, missing: Sequence[MissingField]) -> Iterator[str]:
     """Read all fields but the missing ones, one at a time; yield one line for each fault."""
-    if not forecast.has_arrays:
-        return
     # Missing fields are reported as missing; reading them would give fill values.
     skipped = {(field.job, field.lead, field.rows.start) for field in missing}
     masks: Masks = {}
@@ -121,6 +119,8 @@ def find_damage(forecast: StoredForecast, missing: Sequence[MissingField]) -> It
         try:
             yield from _check_settings(forecast, file)
             with forecast.open_arrays(file.path) as stored:
+                if stored is None:
+                    continue
                 yield from _check_fixed_arrays(forecast, file, stored)
                 sound = yield from _check_shapes(forecast, file, stored)
                 yield from _check_fields(forecast, file, sound, skipped, masks)

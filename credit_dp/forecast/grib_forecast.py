@@ -42,7 +42,6 @@ from credit_dp.forecast.stored_forecast import (
     CopiedForecast,
     ForecastFile,
     MissingField,
-    StoredArray,
     ZarrForecast,
 )
 from credit_dp.variable_names import long_name
@@ -69,8 +68,6 @@ class GribForecast(CopiedForecast):
     A message is one field, packed with `BITS_PER_VALUE` bits between its smallest and its largest
     value; what is not finite becomes a bitmap.
     """
-
-    has_arrays = False
 
     def check(self) -> None:
         """Check that all variables have a code, and the grid can be written.
@@ -152,11 +149,6 @@ class GribForecast(CopiedForecast):
         # Cut off within the first message of a lead time that no other message is about.
         last = MissingField(self.jobs[-1], len(form.hours) - 1, rows)
         return missing if missing or file.complete else [last]
-
-    @contextmanager
-    def open_arrays(self, path: Path) -> Iterator[Mapping[str, StoredArray]]:
-        """Yield nothing: `missing` reads all messages."""
-        yield {}
 
     def copy(self, file: ForecastFile, job: ForecastJob, lead: int, store: ZarrForecast) -> None:
         """Append the messages of one lead time to the file."""

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, Self, final
+from typing import Any, NamedTuple, Self, final
 
 import numpy as np
 import zarr
@@ -97,10 +97,7 @@ class StoredForecast(ABC):
         path: of the store, file or folder.
         form: its dims, coordinates and variables.
         settings: everything that its values depend on, as JSON.
-        has_arrays: whether its files have arrays; otherwise `missing` reads all fields.
     """
-
-    has_arrays: ClassVar[bool] = True
 
     def __init__(self, path: Path, form: ForecastFormat, settings: Mapping[str, Any]) -> None:
         self.path = path
@@ -122,14 +119,16 @@ class StoredForecast(ABC):
     def read_settings(cls, path: Path) -> Mapping[str, Any] | None:
         """Return the settings of a forecast on disk; None if it is not of this format."""
 
-    @abstractmethod
     @contextmanager
-    def open_arrays(self, path: Path) -> Iterator[Mapping[str, StoredArray]]:
+    def open_arrays(self, path: Path) -> Iterator[Mapping[str, StoredArray] | None]:
         """Open one of the files, and yield its arrays by name.
+
+        None without arrays: `missing` reads all fields then.
 
         Raises:
             UserError: it can't be opened.
         """
+        yield None
 
     @property
     def jobs(self) -> list[ForecastJob]:

@@ -566,7 +566,6 @@ def stats(arguments: Sequence[str], program: str) -> int:
 
     from credit_dp.data.cache import cache_folder
     from credit_dp.data.masks import with_masks
-    from credit_dp.data.setup import load_or_sample_ranges
     from credit_dp.training.console import Screen, collect_data_notes
 
     screen = Screen(Console(file=sys.stdout))
@@ -575,7 +574,6 @@ def stats(arguments: Sequence[str], program: str) -> int:
     for note in notes:
         screen.show(f"note: {note}")
     folder = cache_folder(store.config.cache)
-    store = store.with_ranges(load_or_sample_ranges(store, folder))
     with screen.report() as report:
         store = with_masks(store, folder, report)
     path = _statistics_path(store, parsed.command_keys)
@@ -672,15 +670,11 @@ def _is_computed(store: "Store", path: Path, every: int) -> bool:
 
 def _compute(store: "Store", path: Path, keys: Mapping[str, Any], screen: "Screen") -> None:
     from credit_dp.data.statistics import StatisticsRun
-    from credit_dp.data.streaming import DaskWorkers, ThreadWorkers
+    from credit_dp.data.streaming import PieceWorkers
 
     with closing(StatisticsRun(store, path, keys["every"])) as run:
         screen.show(_describe_run(run))
-        workers: PieceWorkers
-        if keys["scheduler"]:
-            workers = DaskWorkers(store, run.dates, keys["scheduler"])
-        else:
-            workers = ThreadWorkers(store, run.dates, keys["workers"])
+        workers = PieceWorkers(store, run.dates, keys["workers"], keys["scheduler"])
         with closing(workers):
             if run.remaining:
                 screen.show(_estimate_duration(run, workers))

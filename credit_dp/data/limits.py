@@ -6,8 +6,7 @@ fields in another unit than their label: all of these are read without an error.
 The range of a channel is the first of:
 1. the range of `data.limits`;
 2. the physical limits of a variable known by its name or its CF standard name;
-3. the median over the training dates, plus and minus 1,000 times the distance between the 1st and
-   99th percentile.
+3. all that is smaller than 1e15, which the large fill values are not.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -28,12 +27,11 @@ from credit_dp.data.units import (
     KnownVariable,
     canonical_unit,
     converted_unit,
+    parse_conversion,
 )
-from credit_dp.errors import UserError
+from credit_dp.errors import UserError, counted
 from credit_dp.variable_names import UPPER_AIR_NAMES, canonical_name, long_name
 
-SPREAD_FACTOR = 1e3  # half-width of the range of unknown variables, as a multiple of their spread
-SAMPLED_POINTS = 20_000  # points of a field that determine its percentiles
 CACHED = 2**22  # values; smaller fields stay in the processor's cache for a second pass
 LARGEST = float(np.finfo(np.float32).max)
 HUGE = 1e15  # no field in SI units has values of this size; fill values have
@@ -41,6 +39,7 @@ HUGE = 1e15  # no field in SI units has values of this size; fill values have
 LARGE_FILLS = (9.969209968386869e36, 9.999e20, 1e20, 1e30, 1e36, LARGEST)
 SMALL_FILLS = (-999, -999.9, -9999, -99999, 9999, 99999, -32767, -32768, 32767, 65535)
 FILL_VALUES = np.array([*LARGE_FILLS, *SMALL_FILLS])
+ValidMask = NDArray[np.bool_]  # (rows, W), True where there are values
 
 
 class ValueRange(NamedTuple):
@@ -222,48 +221,6 @@ def likely_unit(values: NDArray[np.floating], limits: ValueRange, unit: str) -> 
     return ""
 
 
-def sampled_ranges(
-    fields: Iterable[FieldArray], channels: Sequence[Channel]
-) -> dict[str, ValueRange]:
-    """Return the ranges of unknown channels, from fields `(C, H, W)` of some dates.
-
-    A few damaged fields do no harm: fill values are left out, and the percentiles of each date are
-    combined by their median over the dates. A channel without values, or constant on all dates,
-    gets no range.
-    """
-    dates = [[_percentiles(field) for field in date] for date in fields]
-    ranges = {}
-    for index, channel in enumerate(channels):
-        of_channel = np.array([date[index] for date in dates])
-        of_channel = of_channel[np.isfinite(of_channel).all(axis=1)]
-        if not len(of_channel):
-            continue
-        low, middle, high = np.median(of_channel, axis=0)
-        margin = SPREAD_FACTOR * (high - low)
-        if margin > 0:
-            ranges[channel.name] = ValueRange(float(middle - margin), float(middle + margin))
-    return ranges
-
-
-def _percentiles(field: NDArray[np.float32]) -> NDArray[np.float64]:
-    """Return the 1st, 50th and 99th percentile of a field; NaN if it has no values.
-
-    If 98 % of the points have the same value, as rain in dry regions has, the 1st and the 99th
-    percentile are those of the other points.
-    """
-    # Every n-th point is enough for percentiles, and much faster to sort than all.
-    values = field.ravel()[:: max(1, field.size // SAMPLED_POINTS)].astype(np.float64)
-    values = values[np.isfinite(values) & (np.abs(values) < HUGE)]
-    values = values[~np.isin(values.astype(np.float32), FILL_VALUES.astype(np.float32))]
-    if not len(values):
-        return np.full(3, np.nan)
-    low, middle, high = np.percentile(values, [1, 50, 99])
-    others = values[values != middle]
-    if low == high and len(others):
-        low, high = np.percentile(np.append(others, middle), [1, 99])
-    return np.array([low, middle, high])
-
-
 def extremes(fields: FieldArray) -> tuple[FieldArray, FieldArray]:
     """Return the smallest and the largest value of each field of `(T, C, rows, W)`: `(T, C)` each.
 
@@ -287,31 +244,26 @@ def extremes(fields: FieldArray) -> tuple[FieldArray, FieldArray]:
 
 @final
 class ValueLimits:
-    """The value ranges of a source's channels, and checks against them.
+    """The value ranges of a source's channels, and checks against them."""
 
-    Args:
-        source: gives the variables.
-        config: gives `data.limits` and unit conversions.
-        sampled: ranges of unknown channels by name, see `sampled_ranges`.
-    """
-
-    def __init__(
-        self, source: Source, config: DataConfig, sampled: Mapping[str, ValueRange] | None = None
-    ) -> None:
+    def __init__(self, source: Source, config: DataConfig) -> None:
         self._source = source
         self._config = config
-        self.sampled_ranges = dict(sampled or {})
         self._ranges: dict[Channel, ValueRange | None] = {}
 
     def range_of(self, channel: Channel) -> ValueRange | None:
-        """Return the range of a channel; None if it has none."""
+        """Return the range of a channel; None if `data.limits` gives it none."""
         if channel not in self._ranges:
             self._ranges[channel] = self._range(channel)
         return self._ranges[channel]
 
-    def channels_without_range(self, channels: Iterable[Channel]) -> list[Channel]:
-        """Return the channels whose range has to be sampled."""
-        return [c for c in channels if not self._is_given(c) and self._known_range(c) is None]
+    def is_undeclared_fill(self, channel: Channel, value: float) -> bool:
+        """Whether an extreme of a variable without known limits is one of `FILL_VALUES`."""
+        if self._is_given(channel) or self._known_range(channel) is not None:
+            return False
+        convert = self._config.variable_config(channel.variable).convert
+        scale, offset = parse_conversion(convert) if convert else (1.0, 0.0)
+        return bool(are_fill_values(np.array((value - offset) / scale)))
 
     def in_range(
         self, channels: Sequence[Channel], lowest: FieldArray, highest: FieldArray
@@ -402,16 +354,11 @@ class ValueLimits:
         value = float(field[outlier[-2:]])
         unit = self._unit(channel)
         level = "" if channel.level is None else f" on level {channel.level}"
-        origin = (
-            " (1000 times the spread of the training dates)"
-            if self.channels_without_range([channel])
-            else ""
-        )
         cause = self._likely_cause(channel, field, limits, value) + other_cause
         count = int(np.count_nonzero(limits.outside(field)))
         return (
             f"{name}{level} is {value:.6g} at {position}, but its limits are {limits.low:.6g} to "
-            f"{limits.high:.6g}{f' {unit}' if unit else ''}{origin}. {count} of {field.size} "
+            f"{limits.high:.6g}{f' {unit}' if unit else ''}. {count} of {field.size} "
             f"points are out of range. It looks like {cause}. If the values are right, set "
             f"'data.limits={{{name}:[LOW,HIGH]}}', or {{{name}:null}} for no limits."
         )
@@ -446,7 +393,7 @@ class ValueLimits:
             limits = self._config.limits
             given: Any = limits.get(channel.name, limits.get(channel.variable))
             return None if given is None else ValueRange(*map(float, given))
-        return self._known_range(channel) or self.sampled_ranges.get(channel.name)
+        return self._known_range(channel) or ValueRange(-HUGE, HUGE)
 
     def _is_given(self, channel: Channel) -> bool:
         return channel.name in self._config.limits or channel.variable in self._config.limits
@@ -472,6 +419,86 @@ class ValueLimits:
             canonical_name(channel.variable)
         )
         return canonical_unit(known.unit) if known else ""
+
+
+def all_finite(fields: FieldArray) -> bool:
+    """Whether no value is NaN or infinite."""
+    # A sum is faster than isfinite, and not finite if any value is not. If it is not finite for
+    # another reason, which is overflow, the slow check decides.
+    with np.errstate(over="ignore", invalid="ignore"):
+        return bool(np.isfinite(fields.sum()) or np.isfinite(fields).all())
+
+
+def find_missing(field: FieldArray, valid: ValidMask | None, has_fill: bool = False) -> int | None:
+    """Set a field to NaN outside `valid`, then look for missing values inside.
+
+    Without a mask all points must have values; of a variable with a fill, whose mask is not known,
+    they may be NaN.
+
+    Shapes:
+        `field`: `(T, rows, W)`, changed in place.
+
+    Returns:
+        The index along T of the first time with a missing or infinite value; None if there is none.
+    """
+    if valid is not None:
+        np.copyto(field, np.nan, where=~valid)
+        missing = ~np.isfinite(field) & valid
+    elif has_fill:
+        missing = np.isinf(field)
+    elif all_finite(field):
+        return None
+    else:
+        missing = ~np.isfinite(field)
+    times = np.flatnonzero(missing.any(axis=(1, 2)))
+    return int(times[0]) if len(times) else None
+
+
+def missing_value_error(
+    where: str,
+    channel: Channel,
+    role: str,
+    field: FieldArray,
+    time: str | None,
+    valid: ValidMask | None = None,
+) -> UserError:
+    """Return the error about a missing or infinite value.
+
+    Args:
+        where: the store.
+        channel: of the field.
+        role: the list of the data config that has the variable.
+        field: the values, `(rows, W)`.
+        time: of the field; None for a static field.
+        valid: its mask, if it has one.
+    """
+    name = channel.variable
+    position = "" if time is None else f" at {time}"
+    if channel.level is not None:
+        position += f" on level {channel.level}"
+    remedy = f"leave it out of data.{role}" + ("" if time is None else ", or choose other dates")
+    if np.isinf(field).any():
+        return UserError(f"{where}: {name} has infinite values{position}; {remedy}.")
+    if valid is not None:
+        count = int((np.isnan(field) & valid).sum())
+        return UserError(
+            f"{where}: {name} has NaN{position} on {counted(count, 'point')} where it has values "
+            f"at all training dates, so that data.variables.{name}.fill does not fill them; "
+            f"{remedy}."
+        )
+    return UserError(
+        f"{where}: {name} has NaN{position}. If it has no values there at any time, set "
+        f"data.variables.{name}.fill=mean, or to a number; otherwise {remedy}."
+    )
+
+
+def no_value_error(where: str, channel: Channel, role: str, time: str) -> UserError:
+    """Return the error about a date at which a variable has no value on the globe."""
+    return UserError(
+        f"{where}: {channel.name} has no value at all at {time}. Choose other dates, leave "
+        f"{channel.variable} out of data.{role}, or write the store without this time, as with "
+        f"xarray's ds.drop_sel(time='{time}'): gaps in time are skipped."
+    )
 
 
 def check_limit_keys(config: DataConfig, channels: Iterable[Channel]) -> None:

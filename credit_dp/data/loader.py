@@ -214,10 +214,7 @@ class Loader:
         self._moved: Batch | None = None  # the first of `_prefetched`, if it is being copied
         self._shared = SharedSource(store.source, exchange) if exchange is not None else None
         if self._shared is not None:
-            # With the ranges that were sampled before, or channels of unknown variables would have
-            # no limits.
-            ranges, masks = store.limits.sampled_ranges, store.masks
-            store = Store(self._shared, store.config, ranges, masks)
+            store = Store(self._shared, store.config, store.masks)
         normaliser = Normaliser.of(data, dtype)
         # Samples are numbered member by member, and all times of one are of the same member.
         self._readers = [

@@ -18,7 +18,8 @@ from credit_dp.data.cache import ProgressCallback, fingerprint, load_or_create
 from credit_dp.data.calendar import Times
 from credit_dp.data.channels import Channel
 from credit_dp.data.dates import split_slice
-from credit_dp.data.store import Masks, Store, no_value_error
+from credit_dp.data.limits import no_value_error
+from credit_dp.data.store import Masks, Store
 from credit_dp.data.streaming import Piece, TrainingDates, Window, all_pieces, stream_windows
 from credit_dp.errors import UserError
 

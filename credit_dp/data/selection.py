@@ -1,16 +1,14 @@
-"""The channels, times, units and steps that a run selects from a source.
+"""The channels and the times that a run selects from a source.
 
-`select_channels` checks the variables of the config against those of the source. `StepReader` reads
-them on the config's step: it sums accumulated variables over the step and converts units.
+`select_channels` checks the variables of the config against those of the source;
+`data_step_indices` finds the times on the config's step.
 """
 
 import logging
 import math
 import shlex
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from copy import copy
 from dataclasses import replace
-from typing import final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,18 +17,13 @@ from credit_dp.config import DataConfig
 from credit_dp.config.data import ROLES
 from credit_dp.data.calendar import Times
 from credit_dp.data.channels import Channel, Channels, expand_channels, suggest_names
-from credit_dp.data.dates import EPOCH, SumWindows, indices_on_step, sum_windows, time_spacing
+from credit_dp.data.dates import EPOCH, indices_on_step, time_spacing
 from credit_dp.data.forcings import COMPUTED_FORCINGS, COMPUTED_STATICS
-from credit_dp.data.grid import FieldArray
 from credit_dp.data.sources.source import (
     Source,
     all_names,
-    as_slice,
-    describe_sums,
-    hours_of,
     is_listed,
 )
-from credit_dp.data.units import is_accumulated, parse_conversion
 from credit_dp.errors import UserError, counted
 from credit_dp.variable_names import long_name
 
@@ -274,219 +267,6 @@ def _common_levels(source: Source, config: DataConfig) -> Sequence[int]:
                 f"{_shared_levels(levels_of)}"
             )
     return levels_of[first] if levels_of else []
-
-
-@final
-class StepReader:
-    """Reads the fields of a source on the config's step.
-
-    Attributes:
-        times: `(T,)`, times of the source that are whole steps from the origin or, if there are
-            none, after its first time; without times whose sum is incomplete.
-        num_skipped: times left out because their sum is incomplete.
-        summed: the variables that are summed over each step, and how many times a sum has at most.
-    """
-
-    def __init__(
-        self,
-        source: Source,
-        config: DataConfig,
-        variables: Iterable[str],
-        origin: np.datetime64 = EPOCH,
-    ) -> None:
-        """Find the times on the step, and the windows of variables that are summed.
-
-        Accumulated variables are summed if their values are sums over less than the step. The
-        windows are formed from all times of the source that the variable is read from, whichever
-        times the other variables have.
-
-        Args:
-            source: gives the fields.
-            config: gives step, conversions and the variables that are accumulated.
-            variables: names of the variables to read.
-            origin: a time from which steps are counted.
-
-        Raises:
-            UserError: the step does not fit the source's times, no sum is complete, or a conversion
-                of units is unknown.
-        """
-        self._source = source
-        names = list(variables)
-        timed = [name for name in names if source.variables[name].has_time]
-        accumulated = [name for name in timed if is_accumulated(name, config)]
-        # A sum that ends at a time does not need to be stored under it.
-        instants = [name for name in timed if name not in accumulated] or accumulated
-        present = np.flatnonzero(source.has_all_times(instants))
-        indices = present[data_step_indices(source.times[present], config, source.where, origin)]
-        # The same times for all variables, so that a sample has either all of its fields or none.
-        complete = np.ones(len(indices), dtype=bool)
-        windows: dict[str, NDArray[np.intp]] = {}
-        for name in accumulated:
-            found = _sum_windows_of(source, config, name, indices)
-            windows[name] = found.indices
-            complete &= found.complete
-        if not complete.any():
-            raise UserError(
-                f"{source.where}: no time has all of the {config.step} before it, which "
-                f"{min(accumulated)} is summed over. Change data.step, or "
-                f"set data.variables.{min(accumulated)}.accumulated to false."
-            )
-        self._indices = indices[complete]
-        # Row t has the source's times that are summed for time t; variables may share windows.
-        self._windows: list[NDArray[np.intp]] = []
-        self._window_numbers: dict[str, int] = {}
-        for name, window in windows.items():
-            kept = window[complete]
-            if np.array_equal(kept, self._indices[:, None]):
-                continue
-            equal = (n for n, other in enumerate(self._windows) if np.array_equal(other, kept))
-            self._window_numbers[name] = next(equal, len(self._windows))
-            if self._window_numbers[name] == len(self._windows):
-                self._windows.append(kept)
-        self.summed = {
-            name: self._windows[number].shape[1] for name, number in self._window_numbers.items()
-        }
-        self.times: Times = source.times[self._indices]
-        self.num_skipped = int(np.count_nonzero(~complete))
-        conversions = {name: config.variable_config(name).convert for name in names}
-        self._conversions = {
-            name: parse_conversion(text) for name, text in conversions.items() if text
-        }
-
-    def of_source(self, source: Source) -> "StepReader":
-        """Return the same reader of a source with the same times, such as another member."""
-        reader = copy(self)
-        reader._source = source
-        return reader
-
-    def read(
-        self, channels: Sequence[Channel], indices: NDArray[np.intp], rows: slice
-    ) -> FieldArray:
-        """Read channels that change in time, `(T, C, rows, W)`, in the config's units.
-
-        Channels with the same window take one read of the source.
-
-        Args:
-            channels: in any order.
-            indices: of `times`.
-            rows: the band.
-        """
-        groups: dict[int | None, list[int]] = {}
-        for position, channel in enumerate(channels):
-            number = self._window_numbers.get(channel.variable)
-            groups.setdefault(number, []).append(position)
-        parts = [
-            self._read_window(number, [channels[position] for position in positions], indices, rows)
-            for number, positions in groups.items()
-        ]
-        fields = parts[0]
-        if len(parts) > 1:
-            fields = np.empty((len(indices), len(channels), *fields.shape[2:]), dtype=np.float32)
-            for positions, part in zip(groups.values(), parts, strict=True):
-                fields[:, positions] = part
-        self.convert(channels, fields)
-        return fields
-
-    def source_index(self, index: int) -> int:
-        """Return the index among the source's times of `times[index]`."""
-        return int(self._indices[index])
-
-    def chunk_numbers(self, channel: Channel, indices: NDArray[np.intp]) -> NDArray[np.intp]:
-        """Return the source's chunk number of each index of `times`; see `Source`.
-
-        For a summed channel it is the chunk of the last time of the sum.
-        """
-        return self._source.chunk_numbers(channel, self._last_times(channel)[indices])
-
-    def blocks(
-        self, channels: Sequence[Channel], span: slice, count: int
-    ) -> list[NDArray[np.intp]]:
-        """Split the indices of `span` into blocks of about `count`, at chunk edges if possible.
-
-        Blocks of summed channels are shorter, as all the times of their sums are in memory.
-        """
-        indices = np.arange(span.start, span.stop)
-        longest = max((self.summed.get(channel.variable, 1) for channel in channels), default=1)
-        count = max(1, count // longest)
-        # Divide the variable's times into blocks of whole chunks: then each chunk is decoded once.
-        first = channels[0]
-        places = np.cumsum(self._source.has_times(first.variable)) - 1
-        positions = places[self._last_times(first)]
-        stride = int(np.diff(positions).min()) if len(positions) > 1 else 1
-        chunk = self._source.times_per_file(first)
-        block_length = -(-count * stride // chunk) * chunk
-        block_numbers = positions[indices] // block_length
-        return np.split(indices, np.flatnonzero(np.diff(block_numbers)) + 1)
-
-    def convert(self, channels: Sequence[Channel], fields: FieldArray) -> None:
-        """Convert the units of `(T, C, rows, W)` in place, where the config sets a conversion."""
-        if not self._conversions:
-            return
-        for index, channel in enumerate(channels):
-            if channel.variable in self._conversions:
-                scale, offset = self._conversions[channel.variable]
-                field = fields[:, index]
-                field *= np.float32(scale)
-                field += np.float32(offset)
-
-    def _last_times(self, channel: Channel) -> NDArray[np.intp]:
-        """Return the index among the source's times of the last that is read for each time."""
-        number = self._window_numbers.get(channel.variable)
-        return self._indices if number is None else self._windows[number][:, -1]
-
-    def _read_window(
-        self,
-        number: int | None,
-        channels: Sequence[Channel],
-        indices: NDArray[np.intp],
-        rows: slice,
-    ) -> FieldArray:
-        """Read channels that are not summed, or that are summed over one kind of window."""
-        if number is None:
-            return self._source.read(channels, as_slice(self._indices[indices]), rows)
-        windows = self._windows[number][indices]
-        is_summed = windows >= 0
-        # Windows may share times; read each once.
-        unique_indices, inverse = np.unique(windows[is_summed], return_inverse=True)
-        fields = self._source.read(channels, as_slice(unique_indices), rows)
-        positions = np.zeros_like(windows)
-        positions[is_summed] = inverse
-        sums = np.zeros((len(indices), *fields.shape[1:]), dtype=np.float32)
-        for column, present in zip(positions.T, is_summed.T, strict=True):
-            np.add(sums, fields[column], out=sums, where=present[:, None, None, None])
-        return sums
-
-
-def _sum_windows_of(
-    source: Source, config: DataConfig, name: str, indices: NDArray[np.intp]
-) -> SumWindows:
-    """Return the windows of a variable over the step that ends at each of some times.
-
-    Raises:
-        UserError: the store says what the sums are, and they fill no step.
-    """
-    step = np.timedelta64(config.step_hours, "h")
-    bounds = source.sum_bounds(name)
-    if (bounds[:, 0] == bounds[:, 1]).any():
-        # There is one time alone, whose value has to be the sum that is needed.
-        return SumWindows(indices[:, None], source.has_times(name)[indices])
-    windows = sum_windows(bounds, source.times[indices], step)
-    stated_by = source.variables[name].sums_stated_by
-    # Sums since the start of a forecast grow longer than a step.
-    longer = bounds[bounds[:, 1] - bounds[:, 0] > step, 1]
-    is_longer = np.isin(source.times[indices], longer).any()
-    if not stated_by or (windows.complete.any() and not is_longer):
-        return windows
-    if config.variable_config(name).accumulated:
-        unstated = source.sum_bounds(name, stated=False)
-        return sum_windows(unstated, source.times[indices], step)
-    apart = hours_of(time_spacing(source.times[source.has_times(name)]))
-    raise UserError(
-        f"{source.where}: {name} has {describe_sums(bounds)} by its {stated_by}, and its times are "
-        f"{counted(apart, 'hour')} apart: these sums do not fill the {config.step} of data.step. "
-        f"Change data.store to one with all hours, or set data.variables.{name}.accumulated to "
-        "false, to take the values as they are, or to true, if they are sums since the time before."
-    )
 
 
 def data_step_indices(

@@ -1,16 +1,14 @@
 """Prepare the data of a run: store, statistics and climatology, all on disk before the first batch.
 
 `prepare_training_data` does so in order: it opens the store (and builds the quickstart's first),
-samples the ranges of unknown variables, finds the points without values, fits the climatology and
-computes the statistics, if they are not in the cache. Climatology and statistics share one pass
-over the training dates.
+finds the points without values, fits the climatology and computes the statistics, if they are not
+in the cache. Climatology and statistics share one pass over the training dates.
 
 Commands that plan or check a run use `expected_channels`, `expected_grid` and `quickstart_times`
 instead, which need no prepared data: the quickstart store need not exist yet.
 """
 
 import dataclasses
-import json
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -26,7 +24,6 @@ from credit_dp.data.cache import (
     ProgressCallback,
     cache_folder,
     check_may_compute,
-    fingerprint,
     load_or_create,
     lock_cached,
 )
@@ -36,7 +33,6 @@ from credit_dp.data.climatology import Climatology, ClimatologyFit, climatology_
 from credit_dp.data.dates import TimesNeeded, resolve_dates, split_slice
 from credit_dp.data.forcings import COMPUTED_FORCINGS, COMPUTED_STATICS
 from credit_dp.data.grid import Grid, parse_grid
-from credit_dp.data.limits import ValueRange, sampled_ranges
 from credit_dp.data.masks import with_masks
 from credit_dp.data.quickstart.dataset import (
     LEVEL_VARIABLES,
@@ -53,15 +49,16 @@ from credit_dp.data.selection import (
     data_step_indices,
 )
 from credit_dp.data.statistics import (
-    Pair,
+    MomentsTable,
     Statistics,
     StatisticsFile,
     StatisticsTable,
+    add_moments,
     add_window,
     check_statistics_range,
     empty_moments,
     input_description,
-    merge_moments,
+    moments_to_statistics,
     statistics_path,
 )
 from credit_dp.data.statistics_files import load_or_compute_statistics, load_statistics_files
@@ -72,8 +69,6 @@ from credit_dp.errors import UserError
 from credit_dp.fields import GridShape
 
 TITLE = "statistics and climatology"
-RANGES_VERSION = "credit_dp ranges 1"  # change with the definition of ranges: old files are ignored
-SAMPLED_DATES = 16  # dates that determine the ranges of unknown variables
 
 
 @final
@@ -114,7 +109,6 @@ def prepare_training_data(
     store.check_static()
     if check is not None:
         check(store)
-    store = store.with_ranges(load_or_sample_ranges(store, folder, compute=compute))
     store = with_masks(store, folder, progress, compute=compute)
     if config.statistics_files:
         statistics, every = load_statistics_files(store, folder, progress, compute=compute)
@@ -142,7 +136,7 @@ def _run_training_pass(
     quantiles = sample_quantiles(store, dates) if with_statistics else {}
     total = sum(len(piece.channels) * (piece.stop - piece.first) for piece in pieces)
     done = 0
-    moments: list[list[Pair]] = []
+    moments: MomentsTable = {}
     for piece in pieces:
         # The pieces of one group of channels and band follow each other: the fit sums over them.
         if piece.first == piece.member == 0:
@@ -156,48 +150,8 @@ def _run_training_pass(
             progress(TITLE, done / total)
         if piece.stop == len(dates.indices) and piece.member == store.num_members - 1:
             fit.end()
-        moments.append(pairs)
-    return merge_moments(store, pieces, moments, quantiles) if with_statistics else None
-
-
-def load_or_sample_ranges(
-    store: Store, folder: Path, *, compute: bool = True
-) -> dict[str, ValueRange]:
-    """Return the value ranges of unknown variables, from the cache or sampled now.
-
-    Args:
-        store: whose training dates are sampled.
-        folder: the cache.
-        compute: whether missing ranges are sampled.
-
-    Raises:
-        UserError: a field cannot be read.
-        NotComputedError: see `prepare_training_data`.
-    """
-    channels = store.channels_without_range
-    if not channels:
-        return {}
-    variables = list(dict.fromkeys(channel.variable for channel in channels))
-    dates = store.config.dates.train
-    name = fingerprint(RANGES_VERSION, store.description(variables), store.config.step, dates)
-    path = folder / f"ranges-{name}.json"
-
-    def create(file: Path) -> None:
-        ranges: dict[str, ValueRange] = {}
-        for group in store.source.group_by_chunk(channels):
-            ranges |= sampled_ranges(store.sample(group, SAMPLED_DATES), group)
-        file.write_text(json.dumps(ranges))
-
-    return load_or_create(path, _read_ranges, create, "ranges of values", compute)
-
-
-def _read_ranges(path: Path) -> dict[str, ValueRange] | None:
-    """Read a file of `load_or_sample_ranges`; None if it is absent or damaged."""
-    try:
-        content = json.loads(path.read_text())
-        return {name: ValueRange(float(low), float(high)) for name, (low, high) in content.items()}
-    except (OSError, ValueError, TypeError, AttributeError):
-        return None
+        add_moments(moments, piece.channels, pairs)
+    return moments_to_statistics(store, moments, quantiles) if with_statistics else None
 
 
 def with_quickstart_store(

@@ -1,17 +1,17 @@
 """Mean, standard deviation and range of every channel over the training dates, and quantiles.
 
 `Moments` accumulate values block by block. `Statistics` are the arrays that normalisation takes,
-`StatisticsFile` is their form on disk, and `StatisticsRun` computes a file in pieces, so that an
-interrupted run can be resumed.
+`StatisticsFile` is their form on disk, and `StatisticsRun` computes a file year by year, so that an
+interrupted run can be resumed. `check_statistics_range` judges what was computed or given.
 """
 
-import hashlib
 import json
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import astuple, dataclass, field
 from functools import cached_property, partial
+from itertools import groupby
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, final
@@ -132,6 +132,7 @@ Vector = NDArray[np.float64]
 StatisticsTable = Mapping[str, Mapping[str, float]]
 Quantiles = Mapping[str, Vector]  # by the channel's name; only of those normalised by `quantile`
 Pair = tuple[Moments, Moments]  # of values, and of their changes over one step
+MomentsTable = dict[str, Pair]  # by the channel's name
 NO_QUANTILES: Quantiles = MappingProxyType({})
 
 # Computed forcings and statics are of order one. With these statistics, every kind of normalisation
@@ -224,28 +225,37 @@ class Statistics:
 
 
 def check_statistics_range(table: StatisticsTable, store: Store, where: str, remedy: str) -> None:
-    """Refuse statistics of values that are out of range.
+    """Refuse statistics of values that are out of range, or of fill values.
 
-    Such statistics come from other programs, or were computed before the limits were set.
+    Such statistics come from other programs, or were computed before the limits were set; and
+    values of unknown variables have limits that small fill values keep.
 
     Args:
-        table: statistics by channel name.
+        table: statistics by channel name; without ranges, means are judged alone.
         store: gives channels and limits.
         where: name of the table's origin in error messages.
         remedy: the advice in the error message, without a full stop.
     """
-    for channel in store.channels.output_channels:
-        limits = store.limits.range_of(channel)
-        variable = store.config.variable_config(channel.variable)
-        if limits is None or variable.is_transformed:
+    outputs = store.channels.output_channels
+    static = [Channel(name) for name in store.channels.static if name not in COMPUTED_STATICS]
+    for channel in (*outputs, *store.stored_forcing, *static):
+        if store.config.variable_config(channel.variable).is_transformed:
             continue
+        limits = store.limits.range_of(channel) if channel in outputs else None
         for statistic in ("minimum", "maximum", "mean"):
             value = table.get(channel.name, {}).get(statistic, np.nan)
-            if value < limits.low or value > limits.high:
+            if limits is not None and (value < limits.low or value > limits.high):
                 raise UserError(
                     f"{where}: the {statistic} of {channel.name} is {value:.6g}, but its limits "
                     f"are {limits.low:.6g} to {limits.high:.6g}. {remedy}, or set "
                     f"data.limits.{channel.variable}."
+                )
+            if statistic != "mean" and store.limits.is_undeclared_fill(channel, value):
+                raise UserError(
+                    f"{where}: the {statistic} of {channel.name} is {value:.6g}, which looks like "
+                    "a fill value that no attribute of the store declares. Declare it, as by "
+                    "_FillValue, or if the values are right, set "
+                    f"'data.limits={{{channel.variable}:[LOW,HIGH]}}'."
                 )
 
 
@@ -273,35 +283,32 @@ def add_window(
     return updated
 
 
-def merge_moments(
-    store: Store,
-    pieces: Sequence[Piece],
-    moments: Sequence[Sequence[Pair]],
-    quantiles: Quantiles = NO_QUANTILES,
-) -> StatisticsTable:
-    """Return the statistics of all pieces and of the static fields.
+def add_moments(total: MomentsTable, channels: Sequence[Channel], moments: Sequence[Pair]) -> None:
+    """Add moments of channels to those that `total` has, in place."""
+    for channel, (values, changes) in zip(channels, moments, strict=True):
+        previous = total.get(channel.name, (Moments(), Moments()))
+        total[channel.name] = (previous[0] + values, previous[1] + changes)
 
-    Pieces are merged in order, so that the result has the same bits for any number of workers.
+
+def moments_to_statistics(
+    store: Store, total: Mapping[str, Pair], quantiles: Quantiles = NO_QUANTILES
+) -> StatisticsTable:
+    """Return the statistics of these moments and of the static fields.
 
     Raises:
         UserError: a channel has no value at all.
     """
-    merged: dict[str, Pair] = {}
-    for piece, pairs in zip(pieces, moments, strict=True):
-        for channel, (more_values, more_changes) in zip(piece.channels, pairs, strict=True):
-            previous = merged.get(channel.name, (Moments(), Moments()))
-            merged[channel.name] = (previous[0] + more_values, previous[1] + more_changes)
-    table = {
-        name: _statistics_row(*pair) | _quantile_row(quantiles.get(name))
-        for name, pair in merged.items()
-    } | static_statistics(store)
-    empty = [name for name, pair in merged.items() if not pair[0].weight]
-    if empty:
+    empty = next((name for name, pair in total.items() if not pair[0].weight), None)
+    if empty is not None:
         raise UserError(
-            f"{store.config.where}: {empty[0]} has no value at any training date. Leave it out of "
+            f"{store.config.where}: {empty} has no value at any training date. Leave it out of "
             "the data config, or change data.dates.train."
         )
-    return table
+    table = {
+        name: _statistics_row(*pair) | _quantile_row(quantiles.get(name))
+        for name, pair in total.items()
+    }
+    return table | static_statistics(store)
 
 
 def static_statistics(store: Store) -> dict[str, dict[str, float]]:
@@ -427,7 +434,7 @@ class StatisticsFile:
                 for name, row in content["channels"].items()
             }
             description = {"boundary": 0, **content["made_from"]}
-            required = {"store": str, "every": int, "transforms": dict, "values": dict}
+            required = {"every": int, "transforms": dict}
             if not all(type(description[key]) is kind for key, kind in required.items()):
                 return None
             return cls(description, rows)
@@ -470,7 +477,6 @@ class StatisticsFile:
                     f"{_format_value(self.input_description.get(setting))}, but the config has "
                     f"{_format_value(expected.get(setting))}. Change {key} or {change}."
                 )
-        digests = self._check_members(store, expected, where, change)
         for name, transform in expected["transforms"].items():
             stored = self.input_description["transforms"].get(name, transform)
             if stored != transform:
@@ -478,34 +484,13 @@ class StatisticsFile:
                     f"{where}: has statistics of {name} {stored}, but the config has it "
                     f"{transform}. Change data.variables.{name} or {change}."
                 )
-        for name, digest in digests.items():
-            if self.input_description["values"].get(name, digest) != digest:
-                raise UserError(
-                    f"{where}: has statistics of {self.input_description['store']}, in which "
-                    f"{name} has other values than in {store.source.where}. Change data.store or "
-                    f"{change}."
-                )
-
-    def _check_members(
-        self, store: Store, expected: Mapping[str, Any], where: str, change: str
-    ) -> Mapping[str, str]:
-        """Refuse statistics that lack members; return the digests that the file's can equal.
-
-        The file has those of its first member.
-        """
-        members, own = self.input_description.get("members", ()), sorted(store.source.members)
+        members, own = self.input_description.get("members", ()), store.source.members
         if (not own or not {*own} <= {*members}) if members else len(own) > 1:
             raise UserError(
                 f"{where}: has statistics of "
                 f"{describe_members(members) if members else 'a single member'}, but the config "
-                f"has {describe_members(own)}. Change data.member or {change}."
+                f"has {describe_members(sorted(own))}. Change data.member or {change}."
             )
-        digests: dict[str, str] = expected["values"]
-        if not members or own[0] == min(members):
-            return digests
-        channels = [channel for group in channel_groups(store) for channel in group]
-        variables = store.source.variables
-        return {c.name: digests[c.name] for c in channels if not variables[c.variable].has_members}
 
 
 def statistics_path(store: Store, folder: Path, every: int = 1) -> Path:
@@ -529,15 +514,12 @@ def statistics_cache_key(store: Store, every: int) -> str:
 def input_description(store: Store, every: int) -> dict[str, Any]:
     """Return a description, as JSON, of the data that the statistics are computed from.
 
-    A copy of the store has the same statistics, so files are not compared by the store's path but
-    by a digest of one row of each channel at the first training date, of the member with the lowest
-    number.
+    A copy of the store has the same one but for the path, which is for the reader alone.
     """
     span = split_slice(store.config, "train", store.times, store.calendar)
     times = store.times[span].astype("M8[s]")
     rows, columns = store.grid
     members = store.source.members
-    first = store.member(members.index(min(members))) if members else store
     coordinates = fingerprint(store.latitude.tolist(), store.longitude.tolist())
     return {
         "store": store.source.where,
@@ -551,7 +533,6 @@ def input_description(store: Store, every: int) -> dict[str, Any]:
         "grid": [rows, columns, coordinates],
         "boundary": store.config.boundary,
         "transforms": _describe_transforms(store),
-        "values": _value_digests(first, span.start),
         **({"members": sorted(members)} if len(members) > 1 else {}),
     }
 
@@ -588,25 +569,6 @@ def _describe_transforms(store: Store) -> dict[str, str]:
     return transforms
 
 
-def _value_digests(store: Store, index: int) -> dict[str, str]:
-    """Return a digest of the middle row of each channel at one date."""
-    # One row is cheap to read, and no two data sets have the same bits in it.
-    middle_row = store.grid[0] // 2
-    rows = slice(middle_row, middle_row + 1)
-    digests = {}
-    for group in channel_groups(store):
-        for _, block in store.blocks(group, slice(index, index + 1), rows):
-            for channel, values in zip(group, block[0], strict=True):
-                digests[channel.name] = _digest(values)
-    return digests
-
-
-def _digest(values: np.ndarray[Any, Any]) -> str:
-    # NaN has many bit patterns, and the byte order is the machine's: make both the same.
-    canonical = np.where(np.isnan(values), np.float32(np.nan), values).astype("<f4")
-    return hashlib.sha256(canonical.tobytes()).hexdigest()[:16]
-
-
 def _format_value(value: object) -> str:
     return f"[{', '.join(map(str, value))}]" if isinstance(value, list) else str(value)
 
@@ -616,9 +578,9 @@ CountCallback = Callable[[int], None]  # number of fields processed so far
 
 @final
 class StatisticsRun:
-    """Computes a file of statistics in pieces, and keeps finished pieces beside the file.
+    """Computes a file of statistics, and keeps each finished year in a file beside it.
 
-    If a run is interrupted, the next one continues with the pieces that are missing.
+    If a run is interrupted, the next one continues with the years that are missing.
 
     Attributes:
         num_fields: fields to be read in all, each one channel at one date.
@@ -635,23 +597,17 @@ class StatisticsRun:
         self.every = every
         self.dates = TrainingDates.of(store, every)
         self.dates.check_pairs(store, every)
-        self.pieces = all_pieces(store, self.dates)
+        # Year by year, each in the order of merging.
+        self.pieces = sorted(all_pieces(store, self.dates), key=lambda piece: piece.first)
         self._folder = path.with_name(f"{path.name}.parts")
         self._name = statistics_cache_key(store, every)
         self._lock = FileLock(self._folder / "lock")
         self._lock_folder()
-        self._results = {
-            index: pairs
-            for index, piece in enumerate(self.pieces)
-            if (pairs := self._load_part(index, piece)) is not None
-        }
+        found = {piece.first: self._load_year(piece.first) for piece in self.pieces}
+        self._years = {first: moments for first, moments in found.items() if moments is not None}
+        self.remaining = [piece for piece in self.pieces if piece.first not in self._years]
         self.num_fields = sum(map(_field_count, self.pieces))
-        self.num_done = sum(_field_count(self.pieces[index]) for index in self._results)
-
-    @property
-    def remaining(self) -> list[Piece]:
-        """The pieces that are not finished."""
-        return [piece for index, piece in enumerate(self.pieces) if index not in self._results]
+        self.num_done = self.num_fields - sum(map(_field_count, self.remaining))
 
     @cached_property
     def quantiles(self) -> Quantiles:
@@ -659,7 +615,7 @@ class StatisticsRun:
         return sample_quantiles(self.store, self.dates)
 
     def run(self, workers: PieceWorkers, report: CountCallback) -> StatisticsFile:
-        """Process the remaining pieces, write the file and remove the finished pieces.
+        """Process the remaining years, write the file and remove those of the years.
 
         Args:
             workers: process the pieces.
@@ -669,23 +625,27 @@ class StatisticsRun:
             UserError: a field cannot be read, a channel is constant, or the disk is full.
         """
         process = partial(moments_of, quantiles=self.quantiles)
-        waiting = [index for index in range(len(self.pieces)) if index not in self._results]
         num_done = self.num_done
         report(num_done)
-        # Each piece is saved when it comes, so that a kill loses only what the workers have at
-        # hand.
-        for index, pairs in zip(waiting, workers.run(process, self.remaining), strict=True):
-            self._save_part(index, pairs)
-            self._results[index] = pairs
-            num_done += _field_count(self.pieces[index])
-            report(num_done)
-        moments = [self._results[index] for index in range(len(self.pieces))]
-        table = merge_moments(self.store, self.pieces, moments, self.quantiles)
-        # Raises if a channel is constant, before the file is written.
+        results = zip(self.remaining, workers.run(process, self.remaining), strict=True)
+        for first, year in groupby(results, lambda result: result[0].first):
+            moments: MomentsTable = {}
+            for piece, pairs in year:
+                add_moments(moments, piece.channels, pairs)
+                num_done += _field_count(piece)
+                report(num_done)
+            self._save_year(first, moments)
+            self._years[first] = moments
+        total: MomentsTable = {}
+        for _, moments in sorted(self._years.items()):
+            add_moments(total, [Channel(name) for name in moments], list(moments.values()))
+        table = moments_to_statistics(self.store, total, self.quantiles)
+        # Raises if a channel is constant or has fill values, before the file is written.
         Statistics.of(table, self.store, self.store.config.store)
+        check_statistics_range(table, self.store, self.store.source.where, "Change data.store")
         result = StatisticsFile(input_description(self.store, self.every), table)
         result.save(self.path)
-        # Before the release: afterwards the pieces in the folder may be another process's.
+        # Before the release: afterwards the files in the folder may be another process's.
         shutil.rmtree(self._folder, ignore_errors=True)
         self._lock.release()
         with suppress(OSError):  # NFS keeps a file that is open, and so its folder
@@ -697,7 +657,7 @@ class StatisticsRun:
         self._lock.release()
 
     def _lock_folder(self) -> None:
-        """Create and lock the folder of pieces; fails before hours of reading if it can't."""
+        """Create and lock the folder of years; fails before hours of reading if it can't."""
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             self._lock.acquire(blocking=False)
@@ -710,21 +670,24 @@ class StatisticsRun:
                 f"{self._folder}: cannot be created ({error.strerror}). Change out."
             ) from error
 
-    def _part_path(self, index: int) -> Path:
-        return self._folder / f"{self._name}-{index:05}.json"
+    def _year_path(self, first: int) -> Path:
+        date = self.store.calendar.text(self.store.times[self.dates.indices[first]], "D")
+        return self._folder / f"{self._name}-{date}.json"
 
-    def _save_part(self, index: int, pairs: list[Pair]) -> None:
-        content = [[astuple(values), astuple(changes)] for values, changes in pairs]
-        write_statistics_file(self._part_path(index), json.dumps(content))
+    def _save_year(self, first: int, moments: MomentsTable) -> None:
+        content = {name: [astuple(x) for x in pair] for name, pair in moments.items()}
+        write_statistics_file(self._year_path(first), json.dumps(content))
 
-    def _load_part(self, index: int, piece: Piece) -> list[Pair] | None:
+    def _load_year(self, first: int) -> MomentsTable | None:
         """Read the result of an earlier run; None if it is absent or damaged."""
         try:
-            content = json.loads(self._part_path(index).read_text())
-            pairs = [(Moments(*map(float, v)), Moments(*map(float, c))) for v, c in content]
-        except (OSError, ValueError, TypeError):
+            content = json.loads(self._year_path(first).read_text())
+            return {
+                name: (Moments(*map(float, values)), Moments(*map(float, changes)))
+                for name, (values, changes) in content.items()
+            }
+        except (OSError, ValueError, TypeError, AttributeError):
             return None
-        return pairs if len(pairs) == len(piece.channels) else None
 
 
 def moments_of(

@@ -39,7 +39,7 @@ from credit_dp.data.statistics import (
     statistics_path,
 )
 from credit_dp.data.store import Store
-from credit_dp.data.streaming import ThreadWorkers, TrainingDates
+from credit_dp.data.streaming import PieceWorkers, TrainingDates
 from credit_dp.errors import UserError
 from credit_dp.variable_names import all_names_of, long_name
 
@@ -171,11 +171,11 @@ def load_or_compute_statistics(
     """
 
     def create(file: Path) -> None:
-        with closing(StatisticsRun(store, file, every)) as run:
-            run.run(
-                ThreadWorkers(store, run.dates, store.config.workers),
-                lambda done: progress("statistics", done / run.num_fields),
-            )
+        with (
+            closing(StatisticsRun(store, file, every)) as run,
+            closing(PieceWorkers(store, run.dates, store.config.workers)) as workers,
+        ):
+            run.run(workers, lambda done: progress("statistics", done / run.num_fields))
 
     path = statistics_path(store, folder, every)
     return load_or_create(path, StatisticsFile.load, create, "statistics", compute)
@@ -301,15 +301,10 @@ def _find_statistic(
     long_channel = Channel(channel.variable, level)
     for name in dict.fromkeys([channel.variable, *all_names_of(canonical)]):
         for suffix in suffixes:
-            # The level may be part of the name, as in `t850_mean` and `t_850_mean`.
-            flat = {f"{name}{level}{suffix}", f"{name}_{level}{suffix}"}
-            for flat_name in sorted(flat & set(map(str, dataset))):
-                return _value_on_level(dataset[flat_name], Channel(channel.variable), where)
             array = dataset.get(name + suffix)
             if array is not None and not _is_other_variable(array, name, long_channel):
-                return _value_on_level(
-                    array, channel if name == channel.variable else long_channel, where
-                )
+                wanted = channel if name == channel.variable else long_channel
+                return _value_on_level(array, wanted, where)
     return None
 
 

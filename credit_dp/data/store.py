@@ -1,12 +1,13 @@
 """The fields of an open store, as a model takes them: selected, converted, checked, by rows.
 
-`Store` reads states, outputs, forcings and statics. Every value read passes two checks: it is not
-missing (`find_missing`) and within its range (`credit_dp.data.limits`).
+`Store` reads states, outputs, forcings and statics, and checks that no value is missing or out of
+range (`credit_dp.data.limits`). Its `StepReader` reads them on the config's step: it sums
+accumulated variables over the step and converts units.
 """
 
 import hashlib
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
 from typing import final
@@ -19,28 +20,42 @@ from credit_dp.config.data import ROLES, SPLITS
 from credit_dp.data.boundary import check_boundary, given_share, rim_mask
 from credit_dp.data.calendar import Calendar, Times
 from credit_dp.data.channels import Channel
-from credit_dp.data.dates import EPOCH, TimesNeeded, resolve_dates, split_slice
+from credit_dp.data.dates import (
+    EPOCH,
+    SumWindows,
+    TimesNeeded,
+    resolve_dates,
+    split_slice,
+    sum_windows,
+    time_spacing,
+)
 from credit_dp.data.forcings import COMPUTED_FORCINGS, COMPUTED_STATICS
 from credit_dp.data.grid import Degrees, FieldArray
 from credit_dp.data.limits import (
+    ValidMask,
     ValueLimits,
-    ValueRange,
     check_limit_keys,
     extremes,
+    find_missing,
+    missing_value_error,
+    no_value_error,
 )
-from credit_dp.data.sampling import evenly_spaced_indices
-from credit_dp.data.selection import StepReader, select_channels, without_absent_statics
+from credit_dp.data.selection import data_step_indices, select_channels, without_absent_statics
 from credit_dp.data.sources.opening import open_source
-from credit_dp.data.sources.source import Source
-from credit_dp.data.units import check_units, converted_unit, usual_unit
+from credit_dp.data.sources.source import Source, as_slice, describe_sums, hours_of
+from credit_dp.data.units import (
+    check_units,
+    converted_unit,
+    is_accumulated,
+    parse_conversion,
+    usual_unit,
+)
 from credit_dp.data.winds import lies_along_grid
 from credit_dp.errors import UserError, counted
 
 logger = logging.getLogger(__name__)
 
-ValidMask = NDArray[np.bool_]  # (rows, W), True where there are values
 Masks = Mapping[Channel, ValidMask]  # of the globe, (H, W)
-
 
 BLOCK_BYTES = 8 * 2**20  # fields read at once in a pass; more would not fit the processor's cache
 
@@ -75,7 +90,6 @@ class Store:
         self,
         source: Source,
         config: DataConfig,
-        ranges: Mapping[str, ValueRange] | None = None,
         masks: Masks | None = None,
         origin: np.datetime64 = EPOCH,
     ) -> None:
@@ -84,7 +98,6 @@ class Store:
         Args:
             source: the open files.
             config: of the data.
-            ranges: see `sampled_ranges`; with None, unknown channels have no limits.
             masks: see `with_masks`.
             origin: a time from which steps are counted.
 
@@ -111,7 +124,7 @@ class Store:
         self.source = source
         self._step_reader = StepReader(source, config, variables, origin)
         check_limit_keys(config, [*timed, *self._static])
-        self.limits = ValueLimits(source, config, ranges)
+        self.limits = ValueLimits(source, config)
         self.times: Times = self._step_reader.times
         self.num_skipped = self._step_reader.num_skipped
         self.filled_channels = tuple(channel for channel in timed if self._has_fill(channel))
@@ -138,12 +151,6 @@ class Store:
             if shared > 0:
                 text = "data.dates: train has %s of %s, too: scores of %s are too good"
                 logger.info(text, counted(shared, "time"), split, split)
-        return store
-
-    def with_ranges(self, ranges: Mapping[str, ValueRange]) -> "Store":
-        """Return the same store with ranges for unknown channels; see `sampled_ranges`."""
-        store = copy(self)
-        store.limits = ValueLimits(self.source, self.config, ranges)
         return store
 
     def with_masks(self, masks: Masks) -> "Store":
@@ -174,30 +181,8 @@ class Store:
         store = copy(self)
         store.source = self.source.of_members([self.source.members[index]])
         store._step_reader = self._step_reader.of_source(store.source)
-        store.limits = ValueLimits(store.source, self.config, self.limits.sampled_ranges)
+        store.limits = ValueLimits(store.source, self.config)
         return store
-
-    @property
-    def channels_without_range(self) -> list[Channel]:
-        """The channels that change in time and whose range of values has to be sampled."""
-        return self.limits.channels_without_range(
-            [*self.channels.output_channels, *self.stored_forcing]
-        )
-
-    def sample(self, channels: Sequence[Channel], count: int) -> Iterator[FieldArray]:
-        """Yield channels, `(C, H, W)`, at up to `count` evenly spaced training dates, unchecked.
-
-        The dates of all members follow each other.
-        """
-        train = split_slice(self.config, "train", self.times, self.calendar)
-        dates = train.stop - train.start
-        for index in evenly_spaced_indices(self.num_members * dates, count):
-            member, date = divmod(index, dates)
-            reader = self.member(member)._step_reader
-            # Without `_read`, which checks values against the ranges that these samples are to
-            # give.
-            time = np.array([train.start + date])
-            yield reader.read(channels, time, slice(0, self.grid[0]))[0]
 
     def resolve_dates(self, needed: Mapping[str, TimesNeeded] | None = None) -> None:
         """Choose the dates that the config leaves to `auto`, and set them in `config`."""
@@ -509,86 +494,219 @@ class Store:
         return indices
 
 
+@final
+class StepReader:
+    """Reads the fields of a source on the config's step.
+
+    Attributes:
+        times: `(T,)`, times of the source that are whole steps from the origin or, if there are
+            none, after its first time; without times whose sum is incomplete.
+        num_skipped: times left out because their sum is incomplete.
+        summed: the variables that are summed over each step, and how many times a sum has at most.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        config: DataConfig,
+        variables: Iterable[str],
+        origin: np.datetime64 = EPOCH,
+    ) -> None:
+        """Find the times on the step, and the windows of variables that are summed.
+
+        Accumulated variables are summed if their values are sums over less than the step. The
+        windows are formed from all times of the source that the variable is read from, whichever
+        times the other variables have.
+
+        Args:
+            source: gives the fields.
+            config: gives step, conversions and the variables that are accumulated.
+            variables: names of the variables to read.
+            origin: a time from which steps are counted.
+
+        Raises:
+            UserError: the step does not fit the source's times, no sum is complete, or a conversion
+                of units is unknown.
+        """
+        self._source = source
+        names = list(variables)
+        timed = [name for name in names if source.variables[name].has_time]
+        accumulated = [name for name in timed if is_accumulated(name, config)]
+        # A sum that ends at a time does not need to be stored under it.
+        instants = [name for name in timed if name not in accumulated] or accumulated
+        present = np.flatnonzero(source.has_all_times(instants))
+        indices = present[data_step_indices(source.times[present], config, source.where, origin)]
+        # The same times for all variables, so that a sample has either all of its fields or none.
+        complete = np.ones(len(indices), dtype=bool)
+        windows: dict[str, NDArray[np.intp]] = {}
+        for name in accumulated:
+            found = _sum_windows_of(source, config, name, indices)
+            windows[name] = found.indices
+            complete &= found.complete
+        if not complete.any():
+            raise UserError(
+                f"{source.where}: no time has all of the {config.step} before it, which "
+                f"{min(accumulated)} is summed over. Change data.step, or "
+                f"set data.variables.{min(accumulated)}.accumulated to false."
+            )
+        self._indices = indices[complete]
+        # Row t has the source's times that are summed for time t; variables may share windows.
+        self._windows: list[NDArray[np.intp]] = []
+        self._window_numbers: dict[str, int] = {}
+        for name, window in windows.items():
+            kept = window[complete]
+            if np.array_equal(kept, self._indices[:, None]):
+                continue
+            equal = (n for n, other in enumerate(self._windows) if np.array_equal(other, kept))
+            self._window_numbers[name] = next(equal, len(self._windows))
+            if self._window_numbers[name] == len(self._windows):
+                self._windows.append(kept)
+        self.summed = {
+            name: self._windows[number].shape[1] for name, number in self._window_numbers.items()
+        }
+        self.times: Times = source.times[self._indices]
+        self.num_skipped = int(np.count_nonzero(~complete))
+        conversions = {name: config.variable_config(name).convert for name in names}
+        self._conversions = {
+            name: parse_conversion(text) for name, text in conversions.items() if text
+        }
+
+    def of_source(self, source: Source) -> "StepReader":
+        """Return the same reader of a source with the same times, such as another member."""
+        reader = copy(self)
+        reader._source = source
+        return reader
+
+    def read(
+        self, channels: Sequence[Channel], indices: NDArray[np.intp], rows: slice
+    ) -> FieldArray:
+        """Read channels that change in time, `(T, C, rows, W)`, in the config's units.
+
+        Channels with the same window take one read of the source.
+
+        Args:
+            channels: in any order.
+            indices: of `times`.
+            rows: the band.
+        """
+        groups: dict[int | None, list[int]] = {}
+        for position, channel in enumerate(channels):
+            number = self._window_numbers.get(channel.variable)
+            groups.setdefault(number, []).append(position)
+        parts = [
+            self._read_window(number, [channels[position] for position in positions], indices, rows)
+            for number, positions in groups.items()
+        ]
+        fields = parts[0]
+        if len(parts) > 1:
+            fields = np.empty((len(indices), len(channels), *fields.shape[2:]), dtype=np.float32)
+            for positions, part in zip(groups.values(), parts, strict=True):
+                fields[:, positions] = part
+        self.convert(channels, fields)
+        return fields
+
+    def source_index(self, index: int) -> int:
+        """Return the index among the source's times of `times[index]`."""
+        return int(self._indices[index])
+
+    def chunk_numbers(self, channel: Channel, indices: NDArray[np.intp]) -> NDArray[np.intp]:
+        """Return the source's chunk number of each index of `times`; see `Source`.
+
+        For a summed channel it is the chunk of the last time of the sum.
+        """
+        return self._source.chunk_numbers(channel, self._last_times(channel)[indices])
+
+    def blocks(
+        self, channels: Sequence[Channel], span: slice, count: int
+    ) -> list[NDArray[np.intp]]:
+        """Split the indices of `span` into blocks of about `count`, at chunk edges if possible.
+
+        Blocks of summed channels are shorter, as all the times of their sums are in memory.
+        """
+        indices = np.arange(span.start, span.stop)
+        longest = max((self.summed.get(channel.variable, 1) for channel in channels), default=1)
+        count = max(1, count // longest)
+        # Divide the variable's times into blocks of whole chunks: then each chunk is decoded once.
+        first = channels[0]
+        places = np.cumsum(self._source.has_times(first.variable)) - 1
+        positions = places[self._last_times(first)]
+        stride = int(np.diff(positions).min()) if len(positions) > 1 else 1
+        chunk = self._source.times_per_file(first)
+        block_length = -(-count * stride // chunk) * chunk
+        block_numbers = positions[indices] // block_length
+        return np.split(indices, np.flatnonzero(np.diff(block_numbers)) + 1)
+
+    def convert(self, channels: Sequence[Channel], fields: FieldArray) -> None:
+        """Convert the units of `(T, C, rows, W)` in place, where the config sets a conversion."""
+        if not self._conversions:
+            return
+        for index, channel in enumerate(channels):
+            if channel.variable in self._conversions:
+                scale, offset = self._conversions[channel.variable]
+                field = fields[:, index]
+                field *= np.float32(scale)
+                field += np.float32(offset)
+
+    def _last_times(self, channel: Channel) -> NDArray[np.intp]:
+        """Return the index among the source's times of the last that is read for each time."""
+        number = self._window_numbers.get(channel.variable)
+        return self._indices if number is None else self._windows[number][:, -1]
+
+    def _read_window(
+        self,
+        number: int | None,
+        channels: Sequence[Channel],
+        indices: NDArray[np.intp],
+        rows: slice,
+    ) -> FieldArray:
+        """Read channels that are not summed, or that are summed over one kind of window."""
+        if number is None:
+            return self._source.read(channels, as_slice(self._indices[indices]), rows)
+        windows = self._windows[number][indices]
+        is_summed = windows >= 0
+        # Windows may share times; read each once.
+        unique_indices, inverse = np.unique(windows[is_summed], return_inverse=True)
+        fields = self._source.read(channels, as_slice(unique_indices), rows)
+        positions = np.zeros_like(windows)
+        positions[is_summed] = inverse
+        sums = np.zeros((len(indices), *fields.shape[1:]), dtype=np.float32)
+        for column, present in zip(positions.T, is_summed.T, strict=True):
+            np.add(sums, fields[column], out=sums, where=present[:, None, None, None])
+        return sums
+
+
+def _sum_windows_of(
+    source: Source, config: DataConfig, name: str, indices: NDArray[np.intp]
+) -> SumWindows:
+    """Return the windows of a variable over the step that ends at each of some times.
+
+    Raises:
+        UserError: the store says what the sums are, and they fill no step.
+    """
+    step = np.timedelta64(config.step_hours, "h")
+    bounds = source.sum_bounds(name)
+    if (bounds[:, 0] == bounds[:, 1]).any():
+        # There is one time alone, whose value has to be the sum that is needed.
+        return SumWindows(indices[:, None], source.has_times(name)[indices])
+    windows = sum_windows(bounds, source.times[indices], step)
+    stated_by = source.variables[name].sums_stated_by
+    # Sums since the start of a forecast grow longer than a step.
+    longer = bounds[bounds[:, 1] - bounds[:, 0] > step, 1]
+    is_longer = np.isin(source.times[indices], longer).any()
+    if not stated_by or (windows.complete.any() and not is_longer):
+        return windows
+    if config.variable_config(name).accumulated:
+        unstated = source.sum_bounds(name, stated=False)
+        return sum_windows(unstated, source.times[indices], step)
+    apart = hours_of(time_spacing(source.times[source.has_times(name)]))
+    raise UserError(
+        f"{source.where}: {name} has {describe_sums(bounds)} by its {stated_by}, and its times are "
+        f"{counted(apart, 'hour')} apart: these sums do not fill the {config.step} of data.step. "
+        f"Change data.store to one with all hours, or set data.variables.{name}.accumulated to "
+        "false, to take the values as they are, or to true, if they are sums since the time before."
+    )
+
+
 def mask_digest(mask: ValidMask) -> str:
     """Return a short hash of a mask."""
     return hashlib.sha256(np.packbits(mask).tobytes()).hexdigest()[:16]
-
-
-def all_finite(fields: FieldArray) -> bool:
-    """Whether no value is NaN or infinite."""
-    # A sum is faster than isfinite, and not finite if any value is not. If it is not finite for
-    # another reason, which is overflow, the slow check decides.
-    with np.errstate(over="ignore", invalid="ignore"):
-        return bool(np.isfinite(fields.sum()) or np.isfinite(fields).all())
-
-
-def find_missing(field: FieldArray, valid: ValidMask | None, has_fill: bool = False) -> int | None:
-    """Set a field to NaN outside `valid`, then look for missing values inside.
-
-    Without a mask all points must have values; of a variable with a fill, whose mask is not known,
-    they may be NaN.
-
-    Shapes:
-        `field`: `(T, rows, W)`, changed in place.
-
-    Returns:
-        The index along T of the first time with a missing or infinite value; None if there is none.
-    """
-    if valid is not None:
-        np.copyto(field, np.nan, where=~valid)
-        missing = ~np.isfinite(field) & valid
-    elif has_fill:
-        missing = np.isinf(field)
-    elif all_finite(field):
-        return None
-    else:
-        missing = ~np.isfinite(field)
-    times = np.flatnonzero(missing.any(axis=(1, 2)))
-    return int(times[0]) if len(times) else None
-
-
-def missing_value_error(
-    where: str,
-    channel: Channel,
-    role: str,
-    field: FieldArray,
-    time: str | None,
-    valid: ValidMask | None = None,
-) -> UserError:
-    """Return the error about a missing or infinite value.
-
-    Args:
-        where: the store.
-        channel: of the field.
-        role: the list of the data config that has the variable.
-        field: the values, `(rows, W)`.
-        time: of the field; None for a static field.
-        valid: its mask, if it has one.
-    """
-    name = channel.variable
-    position = "" if time is None else f" at {time}"
-    if channel.level is not None:
-        position += f" on level {channel.level}"
-    remedy = f"leave it out of data.{role}" + ("" if time is None else ", or choose other dates")
-    if np.isinf(field).any():
-        return UserError(f"{where}: {name} has infinite values{position}; {remedy}.")
-    if valid is not None:
-        count = int((np.isnan(field) & valid).sum())
-        return UserError(
-            f"{where}: {name} has NaN{position} on {counted(count, 'point')} where it has values "
-            f"at all training dates, so that data.variables.{name}.fill does not fill them; "
-            f"{remedy}."
-        )
-    return UserError(
-        f"{where}: {name} has NaN{position}. If it has no values there at any time, set "
-        f"data.variables.{name}.fill=mean, or to a number; otherwise {remedy}."
-    )
-
-
-def no_value_error(where: str, channel: Channel, role: str, time: str) -> UserError:
-    """Return the error about a date at which a variable has no value on the globe."""
-    return UserError(
-        f"{where}: {channel.name} has no value at all at {time}. Choose other dates, leave "
-        f"{channel.variable} out of data.{role}, or write the store without this time, as with "
-        f"xarray's ds.drop_sel(time='{time}'): gaps in time are skipped."
-    )

@@ -1,13 +1,12 @@
 """Read the training dates once, with bounded memory, for statistics and climatology.
 
-The work is divided into `Piece`s (channels, rows, dates) that `PieceWorkers` process in parallel.
+The work is divided into `Piece`s (channels, rows, a year) that `PieceWorkers` process in parallel.
 `stream_windows` reads one piece as a sequence of `Window`s, in which each date and each pair of
 dates one step apart occurs once. `connect_to_scheduler` gives commands a dask scheduler.
 """
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -21,7 +20,6 @@ from credit_dp.data.channels import Channel
 from credit_dp.data.dates import one_step_pairs, split_slice
 from credit_dp.data.forcings import COMPUTED_FORCINGS
 from credit_dp.data.grid import FieldArray
-from credit_dp.data.limits import ValueRange
 from credit_dp.data.sources.opening import open_source
 from credit_dp.data.store import Masks, Store
 from credit_dp.errors import UserError, counted, first_line
@@ -29,7 +27,6 @@ from credit_dp.errors import UserError, counted, first_line
 Indices = NDArray[np.intp]
 RowSplitter = Callable[[tuple[Channel, ...]], list[slice]]  # channels -> bands of rows
 
-PIECE_CHUNKS = 64  # chunks of times per piece; the date after a piece is read twice
 CONNECT_SECONDS = 30  # for a dask scheduler to answer
 TIME_BYTES = 512 * 2**20  # fields of one time; larger ones are split into bands of rows
 
@@ -128,17 +125,11 @@ def split_rows(
     return [slice(int(a), int(b)) for a, b in pairwise(edges)]
 
 
-def split_dates(
-    store: Store, dates: TrainingDates, channels: tuple[Channel, ...], rows: slice
-) -> list[Piece]:
-    """Return the pieces of some channels and rows, in the order of dates, member by member."""
-    length = PIECE_CHUNKS * _dates_per_chunk(store, channels)
-    edges = range(0, len(dates.indices), length)
-    return [
-        Piece(channels, rows, first, min(first + length, len(dates.indices)), member)
-        for member in range(store.num_members)
-        for first in edges
-    ]
+def split_dates(store: Store, dates: TrainingDates) -> list[tuple[int, int]]:
+    """Return the first and the last plus one of the dates of each calendar year, in order."""
+    years = store.calendar.years(store.times[dates.indices])
+    edges = np.flatnonzero(years[1:] != years[:-1]) + 1
+    return list(pairwise([0, *edges.tolist(), len(years)]))
 
 
 def all_pieces(
@@ -155,12 +146,14 @@ def all_pieces(
         split: returns the bands of rows for some channels; None limits the fields of one time.
         groups: of channels that share chunks; None: all channels that change in time.
     """
+    years = split_dates(store, dates)
     # Results are merged in this order for any number of workers, so that all bits are the same.
     return [
-        piece
+        Piece(channels, rows, first, stop, member)
         for channels in (channel_groups(store) if groups is None else groups)
         for rows in (split(channels) if split else split_rows(store, channels, TIME_BYTES, 4))
-        for piece in split_dates(store, dates, channels, rows)
+        for member in range(store.num_members)
+        for first, stop in years
     ]
 
 
@@ -229,93 +222,68 @@ T = TypeVar("T")
 PieceFunction = Callable[[Store, TrainingDates, Piece], T]
 
 
-class PieceWorkers(ABC):
+@final
+class PieceWorkers:
     """Processes pieces in parallel and yields their results in order.
+
+    The workers are threads of this process, which share the open store, or those of a
+    `dask.distributed` scheduler, which open the store themselves.
 
     Attributes:
         count: number of pieces processed at once.
     """
 
-    count: int
-
-    @abstractmethod
-    def run(self, function: PieceFunction[T], pieces: Sequence[Piece]) -> Iterator[T]:
-        """Yield the result of each piece, in order."""
-
-    def close(self) -> None:  # noqa: B027
-        """Release connections."""
-
-
-@final
-class ThreadWorkers(PieceWorkers):
-    """Threads of this process, which share the open store."""
-
-    def __init__(self, store: Store, dates: TrainingDates, count: int) -> None:
-        self.count = count
-        self._store = store
-        self._dates = dates
-
-    def run(self, function: PieceFunction[T], pieces: Sequence[Piece]) -> Iterator[T]:
-        """See `PieceWorkers`."""
-        with ThreadPoolExecutor(self.count) as threads:
-            process = partial(function, self._store, self._dates)
-            # In rounds, so that results don't pile up if the caller is slower than the threads.
-            for start in range(0, len(pieces), self.count):
-                yield from threads.map(process, pieces[start : start + self.count])
-
-
-@final
-class DaskWorkers(PieceWorkers):
-    """Workers of a running `dask.distributed` scheduler, which open the store themselves."""
-
-    def __init__(self, store: Store, dates: TrainingDates, address: str) -> None:
-        """Connect to the scheduler.
+    def __init__(
+        self, store: Store, dates: TrainingDates, threads: int = 1, scheduler: str = ""
+    ) -> None:
+        """Start threads or, with the address of a scheduler, connect to it.
 
         Raises:
             UserError: it does not answer, has no workers, or `distributed` is not installed.
         """
-        # Of the store, the workers get what they need to open it themselves.
-        self._store_parts = (store.config, store.limits.sampled_ranges, store.masks)
-        self._dates = dates
-        self._client = connect_to_scheduler(address)
+        self._client = connect_to_scheduler(scheduler) if scheduler else None
+        self._executor: Executor
+        if self._client is None:
+            self.count = threads
+            self._call = partial(_run, store, dates)
+            self._executor = ThreadPoolExecutor(threads)
+            return
         self.count = sum(self._client.nthreads().values())
         if not self.count:
-            self.close()
+            self._client.close()
             raise UserError(
-                f"{address}: the scheduler has no workers. Start some, or drop scheduler."
+                f"{scheduler}: the scheduler has no workers. Start some, or drop scheduler."
             )
+        self._call = partial(_open_and_run, store.config, store.masks, dates)
+        # pure=False: a piece that the scheduler remembers is processed again.
+        self._executor = self._client.get_executor(pure=False)
 
     def run(self, function: PieceFunction[T], pieces: Sequence[Piece]) -> Iterator[T]:
-        """See `PieceWorkers`."""
-        # In rounds, as above: results of all pieces at once would not fit into this process.
+        """Yield the result of each piece, in order."""
+        call = partial(self._call, function)
+        # In rounds, so that results don't pile up if the caller is slower than the workers.
         for start in range(0, len(pieces), self.count):
-            tasks = [
-                _delayed_call(_open_and_run, function, *self._store_parts, self._dates, piece)
-                for piece in pieces[start : start + self.count]
-            ]
-            yield from self._client.gather(self._client.compute(tasks))
+            yield from self._executor.map(call, pieces[start : start + self.count])
 
     def close(self) -> None:
-        """Disconnect from the scheduler."""
-        self._client.close()
+        """Stop the threads, or disconnect from the scheduler."""
+        self._executor.shutdown()
+        if self._client is not None:
+            self._client.close()
 
 
-def _delayed_call(function: Callable[..., Any], *arguments: Any) -> Any:
-    from dask.delayed import delayed
-
-    # As one bound function that is not traversed: dask would search a piece for tasks.
-    return delayed(partial(function, *arguments), pure=False, traverse=False)()
+def _run(store: Store, dates: TrainingDates, function: PieceFunction[T], piece: Piece) -> T:
+    return function(store, dates, piece)
 
 
 def _open_and_run(
-    function: PieceFunction[T],
     config: DataConfig,
-    ranges: Mapping[str, ValueRange],
     masks: Masks,
     dates: TrainingDates,
+    function: PieceFunction[T],
     piece: Piece,
 ) -> T:
-    return function(Store(open_source(config), config, ranges, masks), dates, piece)
+    return function(Store(open_source(config), config, masks), dates, piece)
 
 
 def connect_to_scheduler(address: str) -> Any:

@@ -23,7 +23,7 @@ from credit_dp.data.channels import suggest_names
 from credit_dp.data.dates import date_interval, time_spacing
 from credit_dp.data.masks import find_presence, with_masks
 from credit_dp.data.selection import hint_at_hpa
-from credit_dp.data.setup import load_or_fit_climatology, load_or_sample_ranges
+from credit_dp.data.setup import load_or_fit_climatology
 from credit_dp.data.sources.address import redact_secrets
 from credit_dp.data.sources.opening import open_source
 from credit_dp.data.sources.source import Source, describe_members
@@ -58,9 +58,9 @@ MESSAGE_REPLACEMENTS = {
     "at all training dates": "at all dates",
     "data.cache": "the environment variable CREDIT_DP_CACHE",
 }
-# Advice to set keys that a request lacks: by `missing_value_error` in `credit_dp/data/store.py`
-# (FILL), by `ValueLimits` in `credit_dp/data/limits.py` (CONVERT), and in
-# `credit_dp/data/selection.py` (STEP, SUMS).
+# Advice to set keys that a request lacks: by `missing_value_error` in `credit_dp/data/limits.py`
+# (FILL), by `ValueLimits` there (CONVERT), and in `credit_dp/data/selection.py` (STEP) and
+# `credit_dp/data/store.py` (SUMS).
 FILL_HINT = re.compile(r"set data\.variables\.(\w+)\.fill=mean, or to a number")
 CONVERT_HINT = re.compile(r"set data\.variables\.\S+\.convert='[^']*'")
 STEP_HINT = re.compile(r"Set data\.step to a multiple of \d+h")
@@ -300,7 +300,6 @@ def align(
         )
         truth = Store(source, config, origin=times[0])
         folder = cache_folder(request.cache)
-        truth = truth.with_ranges(load_or_sample_ranges(truth, folder))
     if not truth.grid.is_global and forecast.grid.difference(truth.grid):
         forecast.interpolate_to(truth.grid)
     for name in names:

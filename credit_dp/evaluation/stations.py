@@ -13,15 +13,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from credit_dp.data.cache import ProgressCallback
-from credit_dp.data.channels import Channel, suggest_names
+from credit_dp.data.channels import suggest_names
 from credit_dp.data.grid import GLOBAL, REGIONS, check_regions
 from credit_dp.data.limits import (
+    HUGE,
     ValueRange,
     are_fill_values,
     is_implausible,
     likely_unit,
     physical_range,
-    sampled_ranges,
 )
 from credit_dp.data.regrid import PointInterpolation, outside_points
 from credit_dp.data.sources.source import VariableInfo
@@ -379,9 +379,7 @@ class _Column:
             )
         limits = known = _limits(request, forecast, name, unit)
         if name not in request.limits and known is None:
-            with np.errstate(over="ignore"):
-                field = values[None, None].astype(np.float32)
-            limits = sampled_ranges([field], [Channel(name)]).get(name)
+            limits = _range_without_fill(values)
         if limits is not None and (outside := limits.outside(values)).any():
             row = int(outside.argmax())
             given = counted(int(np.isfinite(stored).sum()), "observation")
@@ -436,6 +434,15 @@ def _limits(
         return known
     days = max(1.0, float(forecast.span / DAY))
     return ValueRange(known.low * days, known.high * days)
+
+
+def _range_without_fill(values: Values) -> ValueRange | None:
+    """Return the range of all values but fill values, wider by its length on both sides."""
+    others = values[np.isfinite(values) & ~are_fill_values(values) & (np.abs(values) < HUGE)]
+    if not len(others):
+        return None
+    low, high = float(others.min()), float(others.max())
+    return ValueRange(2 * low - high, 2 * high - low)
 
 
 def _cure(

@@ -23,6 +23,7 @@ from credit_dp.config.data import CONSERVATIVE
 from credit_dp.data.calendar import STANDARD, Calendar, Times, calendar_of, decode_dates, is_time
 from credit_dp.data.channels import Channel
 from credit_dp.data.grid import FULL_CIRCLE, FieldArray, Grid, turns
+from credit_dp.data.limits import find_missing
 from credit_dp.data.regrid import PointInterpolation, Regridder, RowLayout
 from credit_dp.data.sampling import frame_offsets
 from credit_dp.data.sources.address import is_remote
@@ -38,8 +39,8 @@ from credit_dp.data.sources.gridded import (
 )
 from credit_dp.data.sources.rows import CellRows
 from credit_dp.data.sources.source import describe_members
-from credit_dp.data.sources.storage import content_stamp
-from credit_dp.data.store import Store, find_missing
+from credit_dp.data.sources.storage import version_stamp
+from credit_dp.data.store import Store
 from credit_dp.data.units import KNOWN_VARIABLES, canonical_unit, find_conversion, is_accumulated
 from credit_dp.data.winds import (
     ALONG_X,
@@ -261,7 +262,7 @@ class InitialFiles:
     @property
     def stamps(self) -> list[str]:
         """Return a text for each file that changes when it is rewritten."""
-        return [f"{where} {content_stamp(where)}" for where in self.addresses]
+        return [f"{where} {version_stamp(where)}" for where in self.addresses]
 
     def initial_time(self, frames: int, step_hours: int) -> str:
         """Return the time to start from, if the files have the input states of one forecast.

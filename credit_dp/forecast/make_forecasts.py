@@ -29,7 +29,6 @@ from credit_dp.data.calendar import Times
 from credit_dp.data.climatology import Climatology
 from credit_dp.data.forcings import COMPUTED_FORCINGS
 from credit_dp.data.grid import FieldArray, unit_vectors
-from credit_dp.data.limits import ValueRange
 from credit_dp.data.normaliser import Normaliser
 from credit_dp.data.regrid import PointInterpolation
 from credit_dp.data.sampling import frame_offsets
@@ -170,7 +169,7 @@ def open_data(
         UserError: the store can't be opened, or is not of the fields that the model knows.
     """
     path, metadata = Path(config.request.checkpoint), checkpoint.metadata
-    store = run_on_all_ranks(lambda: open_store(config, metadata, report))
+    store = run_on_all_ranks(lambda: open_store(config, report))
     check_fields(path, metadata["data"], store, config.model)
     inputs = store.channels.fields(config.model.frames, config.model.denoises)
     saved = model_shapes(checkpoint.shapes)
@@ -368,10 +367,8 @@ def split_by_variable(form: ForecastFormat, values: FieldArray) -> list[FieldArr
     ]
 
 
-def open_store(config: ForecastConfig, metadata: Metadata, report: ProgressCallback) -> Store:
+def open_store(config: ForecastConfig, report: ProgressCallback) -> Store:
     """Open the store of initial states, which need not contain the training dates.
-
-    Values are checked against the limits of training.
 
     Raises:
         UserError: the store can't be opened, or lacks a variable.
@@ -384,8 +381,7 @@ def open_store(config: ForecastConfig, metadata: Metadata, report: ProgressCallb
             for time in config.request.initial_times()[[0, -1]]
         ]
         data = replace(data, dates=DatesConfig(span, span, span))
-    ranges = {name: ValueRange(*limits) for name, limits in metadata["data"]["ranges"].items()}
-    store = Store(open_source(data), data, ranges)
+    store = Store(open_source(data), data)
     check_units(store.source, data)
     store.resolve_dates()
     return store

@@ -72,7 +72,6 @@ def describe_store(store: Store, model: ModelConfig) -> DataDescription:
         "model.frames": model.frames,
         "model.residual": model.residual,
         **({"model.sigma_data": model.sigma_data} if isinstance(model, DiffusionConfig) else {}),
-        "ranges": dict(store.limits.sampled_ranges),
         "masks": {channel.name: mask_digest(mask) for channel, mask in store.masks.items()},
         "model": describe_model(model),
         "fields": describe_fields(store, model),

@@ -68,6 +68,13 @@ def write(data: xr.Dataset, path: Path, **options: Any) -> Path:
     return path
 
 
+def split_by_day(store: Any, dates: Any) -> list[tuple[int, int]]:
+    """Split training dates as `streaming.split_dates` does, by days in place of years."""
+    days = store.times[dates.indices].astype("M8[D]")
+    edges = np.flatnonzero(days[1:] != days[:-1]) + 1
+    return list(itertools.pairwise([0, *edges.tolist(), len(days)]))
+
+
 def config(path: Path | str, **changes: Any) -> DataConfig:
     """All variables of `dataset`: first 8 times train, the next 2 validate, the last 2 test."""
     settings: dict[str, Any] = {

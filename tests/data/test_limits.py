@@ -4,6 +4,7 @@ import fnmatch
 import re
 import shutil
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,12 +20,14 @@ from hypothesis import strategies as st
 from credit_dp.config import DataConfig
 from credit_dp.config.data import VariableConfig
 from credit_dp.data.channels import Channel
-from credit_dp.data.limits import ValueLimits, ValueRange, extremes, physical_range, sampled_ranges
+from credit_dp.data.limits import ValueLimits, ValueRange, extremes, physical_range
 from credit_dp.data.loader import Loader
 from credit_dp.data.sampling import SampleSequence
 from credit_dp.data.setup import prepare_training_data
 from credit_dp.data.sources.source import VariableInfo
+from credit_dp.data.statistics import StatisticsRun
 from credit_dp.data.store import Store
+from credit_dp.data.streaming import PieceWorkers
 from credit_dp.data.units import KNOWN_VARIABLES
 from credit_dp.errors import UserError
 from tests.data import anemoi_stores, prepared_stores, stores
@@ -60,8 +63,8 @@ def config_of_changed_store(path: Path, change: Change, **changes: Any) -> DataC
     return stores.config(stores.write(data, path / "in.zarr"), **changes)
 
 
-def read_all(config: DataConfig, **ranges: ValueRange) -> np.ndarray:
-    store = Store.open(config).with_ranges(ranges)
+def read_all(config: DataConfig) -> np.ndarray:
+    store = Store.open(config)
     return store.read_outputs(store.times[:8], ALL)
 
 
@@ -264,12 +267,41 @@ class TestWhereValuesEnter:
         )
         assert f"{name} is -32767 at row 2, column 3, but its limits are" in message
 
-    @pytest.mark.slow
-    def test_forcing_without_known_limits(self, tmp_path: Path) -> None:
-        config = config_of_changed_store(tmp_path, spike("solar", 1e6))
+    def test_large_fill_values_of_an_unknown_variable(self, tmp_path: Path) -> None:
+        config = config_of_changed_store(tmp_path, spike("solar", 1e20))
         message = refusal(lambda: prepare_training_data(config))
-        assert "solar is 1e+06 at 2000-01-02T06:00, row 3, column 2, but its limits are" in message
-        assert "(1000 times the spread of the training dates)" in message
+        assert "solar is 1e+20 at 2000-01-02T06:00, row 3, column 2, but its limits are" in message
+        assert "-1e+15 to 1e+15" in message
+        assert "a fill value that no attribute of the store declares" in message
+
+    @each("name", ["solar", "flag", "height"])
+    def test_small_fill_values_of_an_unknown_variable(self, tmp_path: Path, name: str) -> None:
+        """They are in the statistics of all roles, of the run and of `data stats`."""
+
+        def change(data: xr.Dataset) -> None:
+            data["flag"] = data["land_sea_mask"].copy()
+            data["height"] = data["2m_temperature"].copy()
+            data["height"].attrs["units"] = "hPa"
+            data[name].values[..., 3, 2] = -9999
+
+        config = config_of_changed_store(
+            tmp_path,
+            change,
+            prognostic=["temperature", "height"],
+            static=["flag"],
+            variables={"height": VariableConfig(convert="hPa->Pa")},
+        )
+        message = refusal(lambda: prepare_training_data(config))
+        least = "-999900" if name == "height" else "-9999"
+        assert message.startswith(f"{config.store}: the minimum of {name} is {least}, which looks ")
+        assert f"'data.limits={{{name}:[LOW,HIGH]}}'" in message
+        store = Store.open(config)
+        with closing(StatisticsRun(store, tmp_path / "stats.json")) as run:
+            with closing(PieceWorkers(store, run.dates)) as workers:
+                assert refusal(lambda: run.run(workers, lambda done: None)) == message
+        assert not (tmp_path / "stats.json").exists()
+        for limits in (None, [-1e6, 1e6]):
+            prepare_training_data(replace(config, limits={name: limits}))
 
     def test_sums_over_a_step(self, tmp_path: Path) -> None:
         def change(data: xr.Dataset) -> None:
@@ -376,59 +408,6 @@ class TestPhysical:
         np.testing.assert_allclose(found, (150 - 273.15, 350 - 273.15))
         assert physical_range("2m_temperature", VariableInfo(True), None, "furlong") is None
         assert physical_range("zebra", VariableInfo(True), None, "K") is None
-
-
-class TestSampled:
-    CHANNELS = (Channel("a"),)
-
-    def ranges(self, dates: list[np.ndarray]) -> ValueRange | None:
-        fields = (date[None].astype("f4") for date in dates)
-        return sampled_ranges(fields, self.CHANNELS).get("a")
-
-    def noise(self, count: int = 8) -> list[np.ndarray]:
-        random = np.random.default_rng(0)
-        return [5 + random.normal(size=(20, 30)) for _ in range(count)]
-
-    def test_normal_numbers(self) -> None:
-        found = self.ranges(self.noise())
-        assert found is not None
-        np.testing.assert_allclose(found, (5 - 4650, 5 + 4650), rtol=0.05)
-
-    @each("fill", [9.96921e36, -9999.0, 1e20, np.nan])
-    def test_damaged_dates_and_fill_values_in_every_field_do_no_harm(self, fill: float) -> None:
-        dates = self.noise()
-        for date in dates:
-            date[:14] = fill
-        dates[3][...] = 2e12
-        dates[5][...] = np.nan
-        found = self.ranges(dates)
-        assert found is not None
-        assert found.high < 6e3
-
-    def test_rain_in_few_places(self) -> None:
-        dates = [np.zeros((50, 50)) for _ in range(4)]
-        for date in dates:
-            date[3, :5] = [1, 2, 3, 4, 5]
-        found = self.ranges(dates)
-        assert found is not None
-        assert 1e3 < found.high < 1e4
-
-    @each("value", [3.0, np.nan])
-    def test_constants_have_no_range(self, value: float) -> None:
-        assert self.ranges([np.full((4, 5), value)] * 3) is None
-
-    @pytest.mark.slow
-    def test_the_cache_is_used(self, tmp_path: Path) -> None:
-        config = config_of_changed_store(tmp_path, lambda data: None)
-        first = prepare_training_data(config).store.limits.sampled_ranges
-        assert set(first) == {"solar"}
-        (cached,) = (tmp_path / "cache").glob("ranges-*.json")
-        cached.write_text('{"solar": [-1.0, 7.0]}')
-        assert prepare_training_data(config).store.limits.sampled_ranges == {
-            "solar": ValueRange(-1.0, 7.0)
-        }
-        cached.write_text("{damaged")
-        assert prepare_training_data(config).store.limits.sampled_ranges == first
 
 
 @given(

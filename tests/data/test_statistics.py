@@ -1,3 +1,4 @@
+from contextlib import closing
 from functools import partial
 
 import numpy as np
@@ -12,11 +13,12 @@ from credit_dp.data.statistics import (
     NO_QUANTILES,
     Moments,
     Statistics,
-    merge_moments,
+    add_moments,
     moments_of,
+    moments_to_statistics,
 )
 from credit_dp.data.store import Store
-from credit_dp.data.streaming import ThreadWorkers, TrainingDates
+from credit_dp.data.streaming import PieceWorkers, TrainingDates
 from credit_dp.data.transforms import QuantileMap, sample_quantiles, weighted_quantiles
 from credit_dp.errors import UserError
 from tests.data import region_stores, stores
@@ -104,15 +106,16 @@ def of_pieces(store, every=1, workers=1, quantiles=NO_QUANTILES):
     dates = streaming.TrainingDates.of(store, every)
     pieces = streaming.all_pieces(store, dates)
     process = partial(moments_of, quantiles=quantiles)
-    found = list(ThreadWorkers(store, dates, workers).run(process, pieces))
-    return Statistics.of(merge_moments(store, pieces, found, quantiles), store, "here"), pieces
+    total = {}
+    with closing(PieceWorkers(store, dates, workers)) as pool:
+        for piece, pairs in zip(pieces, pool.run(process, pieces), strict=True):
+            add_moments(total, piece.channels, pairs)
+    return Statistics.of(moments_to_statistics(store, total, quantiles), store, "here"), pieces
 
 
-@each("every, chunk, chunks_of_piece", [(1, 1, 3), (3, 2, 1)])
-def test_any_pieces_and_any_every_equal_the_direct_ones(
-    tmp_path, monkeypatch, every, chunk, chunks_of_piece
-):
-    monkeypatch.setattr(streaming, "PIECE_CHUNKS", chunks_of_piece)
+@each("every, chunk", [(1, 1), (3, 2)])
+def test_any_pieces_and_any_every_equal_the_direct_ones(tmp_path, monkeypatch, every, chunk):
+    monkeypatch.setattr(streaming, "split_dates", stores.split_by_day)
     monkeypatch.setattr(streaming, "TIME_BYTES", 4 * 3 * 5 * 8)
     monkeypatch.setattr("credit_dp.data.store.BLOCK_BYTES", 1)
     data = stores.dataset(steps=24)
@@ -134,7 +137,7 @@ def test_any_pieces_and_any_every_equal_the_direct_ones(
 
 
 def test_threads_do_not_change_a_bit(tmp_path, monkeypatch):
-    monkeypatch.setattr(streaming, "PIECE_CHUNKS", 2)
+    monkeypatch.setattr(streaming, "split_dates", stores.split_by_day)
     store = Store.open(stores.config(stores.write(stores.dataset(), tmp_path / "store.zarr")))
     one, three = (of_pieces(store, workers=workers)[0] for workers in (1, 3))
     for name in ("mean", "std", "tendency_std", "minimum", "forcing_std"):

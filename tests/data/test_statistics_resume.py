@@ -1,18 +1,21 @@
 import random
 import shutil
 import time
+from contextlib import closing
 
 import pytest
 
 from credit_dp.data import statistics, streaming
 from credit_dp.data.statistics import StatisticsRun
 from credit_dp.data.store import Store
-from credit_dp.data.streaming import ThreadWorkers
+from credit_dp.data.streaming import PieceWorkers
 from credit_dp.errors import UserError
 from tests.data import stores
 from tests.ranks import warm_context
 
 STEPS = 60
+PIECES = 4  # of a day, which stands for a year: geopotential, temperatures, solar
+FIELDS_OF_DAY = 4 * (7 + 1)
 SPANS = {"train": ["2000-01-01", "2000-01-14T18"]}
 
 
@@ -25,17 +28,17 @@ def opened(path, **changes):
 
 
 def computed(store, out, workers=1, done=lambda _: None):
-    run = StatisticsRun(store, out)
-    try:
-        run.run(ThreadWorkers(store, run.dates, workers), done)
-    finally:
-        run.close()
+    with (
+        closing(StatisticsRun(store, out)) as run,
+        closing(PieceWorkers(store, run.dates, workers)) as pool,
+    ):
+        run.run(pool, done)
     return out.read_bytes()
 
 
 @pytest.fixture
 def path(tmp_path, monkeypatch):
-    monkeypatch.setattr(streaming, "PIECE_CHUNKS", 10)
+    monkeypatch.setattr(streaming, "split_dates", stores.split_by_day)
     monkeypatch.setattr("credit_dp.data.store.BLOCK_BYTES", 3000)
     return stores.write(stores.dataset(steps=STEPS), tmp_path / "store.zarr")
 
@@ -48,16 +51,16 @@ def test_a_stopped_pass_resumes_to_the_same_bits(path, tmp_path, workers):
     out = tmp_path / "again" / "stats.json"
     seen = []
 
-    def stop_after_two(done):
+    def stop_in_the_second_day(done):
         seen.append(done)
         calls.append(done)
-        if len(calls) == 3:
+        if len(calls) == PIECES + 3:
             raise PulledPlugError
 
     for _ in range(50):
         calls = []
         try:
-            assert computed(store, out, workers, stop_after_two) == whole
+            assert computed(store, out, workers, stop_in_the_second_day) == whole
             break
         except PulledPlugError:
             assert not out.exists()
@@ -67,7 +70,7 @@ def test_a_stopped_pass_resumes_to_the_same_bits(path, tmp_path, workers):
 
 
 @pytest.mark.slow
-def test_a_piece_that_was_done_is_not_read_again(path, tmp_path, monkeypatch):
+def test_a_day_that_was_done_is_not_read_again(path, tmp_path, monkeypatch):
     store = opened(path)
     whole = computed(store, tmp_path / "whole.json")
     read = []
@@ -75,7 +78,7 @@ def test_a_piece_that_was_done_is_not_read_again(path, tmp_path, monkeypatch):
 
     def counted(store, dates, piece, quantiles):
         read.append(piece)
-        if len(read) == 7:
+        if len(read) == PIECES + 3:
             raise PulledPlugError
         return honest(store, dates, piece, quantiles)
 
@@ -83,7 +86,7 @@ def test_a_piece_that_was_done_is_not_read_again(path, tmp_path, monkeypatch):
     with pytest.raises(PulledPlugError):
         computed(store, tmp_path / "stats.json")
     assert computed(store, tmp_path / "stats.json") == whole
-    assert len(read) == len(set(map(repr, read))) + 1
+    assert len(read) == len(set(map(repr, read))) + 3
 
 
 @pytest.mark.slow
@@ -93,13 +96,13 @@ def test_a_damaged_or_foreign_part_is_computed_again(path, tmp_path):
     out = tmp_path / "stats.json"
 
     def stop(done):
-        if done:
+        if done > FIELDS_OF_DAY:
             raise PulledPlugError
 
     for other in (opened(path, train=["2000-01-02", "2000-01-12"]), store):
         with pytest.raises(PulledPlugError):
             computed(other, out, 1, stop)
-    parts = sorted(out.with_name("stats.json.parts").glob("*-00000.json"))
+    parts = sorted(out.with_name("stats.json.parts").glob("*.json"))
     assert len(parts) == 2
     for part in parts:
         part.write_text(part.read_text()[:50])
@@ -142,11 +145,11 @@ def test_full_disk_is_one_line(path, tmp_path, monkeypatch):
 
 
 def _compute(path, out, started, spans):
-    streaming.PIECE_CHUNKS = 2
+    streaming.split_dates = stores.split_by_day
     store = opened(path, **spans)
     run = StatisticsRun(store, out)
     started.set()
-    run.run(ThreadWorkers(store, run.dates, 2), lambda _: None)
+    run.run(PieceWorkers(store, run.dates, 2), lambda _: None)
 
 
 def kept_parts(out):
@@ -155,7 +158,7 @@ def kept_parts(out):
 
 @pytest.mark.slow
 def test_killed_at_ten_random_moments(tmp_path, monkeypatch):
-    monkeypatch.setattr(streaming, "PIECE_CHUNKS", 2)
+    monkeypatch.setattr(streaming, "split_dates", stores.split_by_day)
     path = stores.write(stores.dataset(steps=100), tmp_path / "store.zarr")
     spans = {"train": ["2000-01-01", "2000-01-24"]}
     whole = computed(opened(path, **spans), tmp_path / "whole.json")
@@ -169,8 +172,8 @@ def test_killed_at_ten_random_moments(tmp_path, monkeypatch):
         job.start()
         assert started.wait(60)
         if kills < 10:
-            # Machines differ in speed: wait for some pieces, then kill at a random moment.
-            wanted = kept_parts(out) + moments.randint(0, 12)
+            # Machines differ in speed: wait for some days, then kill at a random moment.
+            wanted = kept_parts(out) + moments.randint(0, 5)
             while job.is_alive() and kept_parts(out) < wanted:
                 time.sleep(0.002)
             time.sleep(moments.uniform(0, 0.03))

@@ -271,6 +271,6 @@ def on_grid(data: TrainingData, grid: Grid) -> TrainingData:
 
 def with_config(store: Any, config: Any) -> Any:
     """Return a store with another config."""
-    changed = store.with_ranges({})
+    changed = store.with_masks({})
     changed.config = config
     return changed

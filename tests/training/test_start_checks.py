@@ -121,7 +121,7 @@ def test_check_and_run_refuse_before_statistics(
             without_key(patch)
             lines[mistake] = refusal(patch, "--check", *overrides(folder, *more))
     without_key(monkeypatch)
-    for name in ("load_or_sample_ranges", "with_masks", "load_or_fit_climatology"):
+    for name in ("with_masks", "load_or_fit_climatology"):
         monkeypatch.setattr(setup, name, compute)
     for mistake, more in mistakes.items():
         with pytest.raises(UserError) as error:

@@ -15,10 +15,11 @@ from credit_dp.data.dates import date_interval
 from credit_dp.data.forcings import COMPUTED_FORCINGS, COMPUTED_STATICS
 from credit_dp.data.grid import FieldArray
 from credit_dp.data.limits import ValueLimits, check_limit_keys
-from credit_dp.data.selection import StepReader, select_channels, without_absent_statics
+from credit_dp.data.selection import select_channels, without_absent_statics
 from credit_dp.data.sources.opening import open_source
 from credit_dp.data.sources.prepared import PreparedMetadata
 from credit_dp.data.sources.source import Source, describe_members, hours_of
+from credit_dp.data.store import StepReader
 from credit_dp.data.units import check_units, converted_unit, is_accumulated
 from credit_dp.errors import UserError
 

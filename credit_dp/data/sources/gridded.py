@@ -70,7 +70,6 @@ from credit_dp.data.sources.storage import (
     CountingStore,
     IntactStore,
     StoreChangeDetector,
-    content_stamp,
     open_current_group,
     open_zarr_store,
     resolved_address,
@@ -683,7 +682,7 @@ class GriddedSource(Source):
         stored = [x for name in variables for x in self._names.stored_variables(name)]
         description: list[object] = [
             resolved_address(self._address),
-            content_stamp(self._address, stored),
+            version_stamp(self._address, stored),
         ]
         description += self.grid.description()
         if self.members:

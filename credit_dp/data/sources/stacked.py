@@ -30,11 +30,11 @@ from credit_dp.data.sources.storage import (
     CountingStore,
     IntactStore,
     StoreChangeDetector,
-    content_stamp,
     open_current_group,
     open_zarr_store,
     resolved_address,
     unreadable_error,
+    version_stamp,
 )
 from credit_dp.errors import UserError
 
@@ -95,7 +95,7 @@ def describe_source(
     source: Source, address: str, variables: Sequence[str], arrays: Sequence[str]
 ) -> list[object]:
     """See `Source.description`; `arrays` have all fields."""
-    description: list[object] = [resolved_address(address), content_stamp(address, arrays)]
+    description: list[object] = [resolved_address(address), version_stamp(address, arrays)]
     description += source.grid.description()
     for name in variables:
         variable = source.variables[name]

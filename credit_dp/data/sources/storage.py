@@ -13,26 +13,24 @@ A read passes these stores from the outside to the inside:
 import asyncio
 import atexit
 import errno
-import hashlib
 import json
 import logging
 import math
 import os
 from collections.abc import AsyncIterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from threading import Lock
-from typing import Any, ClassVar, cast, final
+from typing import Any, ClassVar, final
 
 import numpy as np
 import zarr
 import zarr.core.sync
-from fsspec.spec import AbstractFileSystem
 from zarr.abc.store import ByteRequest, RangeByteRequest, Store, SuffixByteRequest
 from zarr.core.buffer import Buffer, BufferPrototype, default_buffer_prototype
 from zarr.storage import FsspecStore, LocalStore, WrapperStore
 
+from credit_dp.data.cache import fingerprint
 from credit_dp.data.sources.address import (
     check_address,
     filesystem,
@@ -44,7 +42,6 @@ from credit_dp.data.sources.address import (
     zarr_open_error,
 )
 from credit_dp.data.sources.virtual import (
-    ReferenceStore,
     is_icechunk,
     is_reference,
     open_icechunk,
@@ -58,15 +55,7 @@ logger = logging.getLogger(__name__)
 
 EXIT_SECONDS = 30.0  # for zarr's reading thread to end, on a busy machine, too
 METADATA = ("zarr.json", ".zmetadata", ".zgroup", ".zarray", ".zattrs")
-# Files of each array whose sizes and ages are compared.
-SAMPLE = 64
-REMOTE_SAMPLE = 4
-CONCURRENT_REQUESTS = 16
-# What servers call the size, a checksum and the age of a file.
-STATUS = (
-    *("size", "ETag", "etag", "md5Hash", "crc32c", "Content-MD5"),
-    *("LastModified", "Last-Modified", "updated", "mtime", "created"),
-)
+SAMPLE = 64  # files of each array whose sizes and times are compared
 SMALL_RANGE = 2**16  # bytes; reading so few takes less time than handing the read to a thread
 
 
@@ -280,128 +269,77 @@ def resolved_address(where: str) -> str:
     return redact_secrets(where) if is_remote(where) else str(local_path(where).resolve())
 
 
-def version_stamp(where: str | Path) -> str:
-    """Return a text that changes when a store is rewritten: its root metadata and their ages.
+def version_stamp(where: str, arrays: Sequence[str] | None = None) -> str:
+    """Return a text that changes when a store is written again, for cached results.
 
-    For a single file, such as netCDF, it is its size and age; for an Icechunk repository, the
-    number of the snapshot.
-    """
-    if is_icechunk(str(where)):
-        return snapshot_id(str(where))
-    if isinstance(where, str) and is_remote(where):
-        return _remote_version_stamp(where)
-    path = local_path(str(where))
-    if path.is_file():
-        status = path.stat()
-        return f"{status.st_size} {status.st_mtime_ns}"
-    stamps = []
-    for name in METADATA:
-        file = path / name
-        if file.is_file():
-            stamps.append(f"{name} {file.stat().st_mtime_ns} {file.read_text()}")
-    return "\n".join(stamps)
-
-
-def content_stamp(where: str, arrays: Sequence[str] | None = None) -> str:
-    """Return a text that changes when the values of a store are changed, for cached results.
+    This is the number of an Icechunk snapshot, the size and time of a file, or a checksum of a
+    remote store's metadata. A folder has sizes and times of its metadata and of chunks that are
+    evenly spaced: that few others were overwritten is not noticed.
 
     Args:
         where: its path or address.
-        arrays: of a zarr store, whose chunks are sampled; None for all arrays.
+        arrays: the zarr arrays that are read; None for all of a folder.
 
     Raises:
         UserError: the store can't be read or reached.
     """
-    is_file = not is_remote(where) and local_path(where).is_file()
-    if is_icechunk(where) or (is_file and not is_reference(where)):
-        return version_stamp(where)
-    # The arrays' own metadata, unless each would cost a round trip.
-    consolidated = None if is_remote(where) else False
-    store = open_zarr_store(where)
     try:
-        group = zarr.open_group(store, mode="r", use_consolidated=consolidated)
-        names = [name for name, _ in group.arrays()] if arrays is None else arrays
+        if is_icechunk(where):
+            return snapshot_id(where)
+        if is_remote(where):
+            return _remote_metadata(where, arrays or ())
+        path = local_path(where).resolve()
+        if path.is_file() or is_reference(where):
+            return str(_file_states([path, *_metadata_files(path, arrays or ())]))
+        group = zarr.open_group(open_zarr_store(where), mode="r", use_consolidated=False)
+        names = group.array_keys() if arrays is None else arrays
         found = {name: group.get(name) for name in sorted(names)}
-        sample = REMOTE_SAMPLE if is_remote(where) else SAMPLE
-        keys = [
-            f"{name}/{key}"
+        chunks = [
+            path / name / key
             for name, array in found.items()
             if isinstance(array, zarr.Array)
-            for key in _sampled_keys(array, sample)
+            for key in _sampled_chunks(array)
         ]
-        stamps: list[Any]
-        if is_reference(where):
-            stamps = _remote_stamps(_targets(store, keys))
-        elif is_remote(where):
-            system, root = filesystem(where)
-            stamps = _remote_stamps({key: (system, f"{root.rstrip('/')}/{key}") for key in keys})
-        else:
-            stamps = _local_stamps(where, keys)
+        return str(_file_states([*_metadata_files(path, list(found)), *chunks]))
     except UserError:
         raise
     except Exception as error:
         raise zarr_open_error(where, error) from error
-    return f"{version_stamp(where)}\n{hashlib.sha256(repr(stamps).encode()).hexdigest()}"
 
 
-def _sampled_keys(array: "zarr.Array[Any]", sample: int) -> list[str]:
-    """Return the keys of files of an array, evenly spaced from the first to the last."""
-    if not array.ndim:
-        return []
+def _metadata_files(root: Path, arrays: Sequence[str]) -> list[Path]:
+    return [root / folder / name for folder in ("", *arrays) for name in METADATA]
+
+
+def _file_states(paths: Sequence[Path]) -> list[tuple[str, int, int]]:
+    """Return the paths, sizes and times of those files that exist."""
+    states = []
+    for path in paths:
+        with suppress(FileNotFoundError, NotADirectoryError):
+            status = path.stat()
+            states.append((str(path), status.st_size, status.st_mtime_ns))
+    return states
+
+
+def _sampled_chunks(array: "zarr.Array[Any]") -> list[str]:
+    """Return the keys of some files of an array, evenly spaced from the first to the last."""
     sizes = zip(array.shape, array.shards or array.chunks, strict=True)
     counts = [-(-length // size) for length, size in sizes]
     total = math.prod(counts)
-    numbers = np.unique(np.linspace(0, total - 1, min(total, sample)).astype(np.int64))
-    places = zip(*np.unravel_index(numbers, counts), strict=True) if total else ()
-    return [array.metadata.encode_chunk_key(tuple(map(int, place))) for place in places]
+    numbers = {round(x) for x in np.linspace(0, total - 1, min(total, SAMPLE))} if counts else set()
+    places = [tuple(map(int, np.unravel_index(number, counts))) for number in sorted(numbers)]
+    return [array.metadata.encode_chunk_key(place) for place in places]
 
 
-def _local_stamps(where: str, keys: Sequence[str]) -> list[tuple[str, int, int]]:
-    """Return keys, sizes and ages of those files that exist."""
-    stamps = []
-    for key in keys:
-        with suppress(FileNotFoundError, NotADirectoryError):
-            status = os.stat(f"{local_path(where)}/{key}")
-            stamps.append((key, status.st_size, status.st_mtime_ns))
-    return stamps
-
-
-def _targets(
-    store: CountingStore, keys: Sequence[str]
-) -> dict[str, tuple[AbstractFileSystem, str]]:
-    """Return the files that kerchunk's references name for some keys, by their addresses."""
-    references = cast(ReferenceStore, store._store)
-    addresses = sorted({address for key in keys if (address := references.target(key))})
-    return {address: filesystem(address) for address in addresses}
-
-
-def _remote_stamps(
-    files: Mapping[str, tuple[AbstractFileSystem, str]],
-) -> list[tuple[str, list[str]]]:
-    """Return keys and what the server says about their files: size, checksum, age."""
-
-    def stamp(key: str) -> tuple[str, list[str]]:
-        system, path = files[key]
-        try:
-            status = system.info(path)
-        # Without the right to list a bucket, an absent file is a forbidden one.
-        except (FileNotFoundError, PermissionError):
-            return key, []
-        return key, [str(status[name]) for name in STATUS if name in status]
-
-    with ThreadPoolExecutor(CONCURRENT_REQUESTS) as pool:
-        return list(pool.map(stamp, files))
-
-
-def _remote_version_stamp(where: str) -> str:
-    """Return the root metadata without ages, which not every server knows."""
+def _remote_metadata(where: str, arrays: Sequence[str]) -> str:
+    """Return a checksum of the metadata, whose times not every server knows."""
     system, root = filesystem(where)
-    paths = {f"{root.rstrip('/')}/{name}": name for name in METADATA}
-    paths |= {root: ""} if is_reference(where) and where.endswith(".json") else {}
-    contents = system.cat(list(paths), on_error="omit")
-    return "\n".join(
-        f"{paths[path]} {contents[path].decode()}" for path in paths if path in contents
-    )
+    folders = [root.rstrip("/"), *(f"{root.rstrip('/')}/{name}" for name in arrays)]
+    paths = [f"{folder}/{name}" for folder in folders for name in METADATA]
+    if is_reference(where):
+        paths.append(root)
+    contents = system.cat(paths, on_error="omit")
+    return fingerprint([[path, contents[path].decode()] for path in paths if path in contents])
 
 
 def stop_reading_thread() -> None:
@@ -540,11 +478,8 @@ class StoreChangeDetector:
     def __init__(self, where: str, variables: Sequence[str]) -> None:
         self._where = where
         self._remote = is_remote(where)
-        self._files = [
-            local_path(where) / folder / name for folder in ("", *variables) for name in METADATA
-        ]
-        # For a single file, such as netCDF.
-        self._files.append(local_path(where))
+        path = local_path(where)
+        self._files = [path] if path.is_file() else _metadata_files(path, variables)
         self._reads = 0
         self._initial_state = self._current_state()
 
@@ -576,11 +511,4 @@ class StoreChangeDetector:
             )
 
     def _current_state(self) -> object:
-        if self._remote:
-            return version_stamp(self._where)
-        states = []
-        for path in self._files:
-            if path.is_file():
-                status = path.stat()
-                states.append((str(path), status.st_mtime_ns, status.st_size))
-        return states
+        return _remote_metadata(self._where, ()) if self._remote else _file_states(self._files)

@@ -227,21 +227,10 @@ class ReferenceStore(FsspecStore):
         """
         if key.endswith("zarr.json") and isinstance(self.fs.references, LazyReferenceMapper):
             return None  # it would take the name for a chunk's number; its arrays are of format 2
-        self.target(key)
-        return await super().get(key, prototype, byte_range)
-
-    def target(self, key: str) -> str | None:
-        """Return the address of the file that has a chunk; None for one in the references.
-
-        Raises:
-            UserError: this file is not allowed.
-        """
         reference = self.fs.references.get(key)
-        if not isinstance(reference, (list, tuple)):
-            return None
-        address = reference[0] if reference else None
-        check_allowed(address, self.where, self._folders)
-        return str(address)
+        if isinstance(reference, (list, tuple)):
+            check_allowed(reference[0] if reference else None, self.where, self._folders)
+        return await super().get(key, prototype, byte_range)
 
     def allows(self, address: str) -> bool:
         """Whether the chunks of a file may be read."""

@@ -14,14 +14,7 @@ from credit_dp.errors import UserError
 
 
 def check_boundary(width: int, relaxation: int, grid: Grid, where: str) -> None:
-    """Refuse a rim on the globe, or one that leaves no point to predict alone.
-
-    Args:
-        width: `data.boundary`.
-        relaxation: `data.relaxation`.
-        grid: of the store.
-        where: its address.
-    """
+    """Refuse a rim on the globe, or one that leaves no point to predict alone."""
     if width and grid.is_global:
         raise UserError(
             f"data.boundary: is for regions, but {where} covers the globe, which has no edges. Set "

@@ -63,11 +63,7 @@ def cache_folder(path: str) -> Path:
 
 
 def fingerprint(*parts: object) -> str:
-    """Return a short hash of the inputs of a cached result; equal inputs have equal hashes.
-
-    Args:
-        parts: the inputs; anything that `json.dumps` accepts.
-    """
+    """Return a short hash of the inputs of a cached result; equal inputs have equal hashes."""
     text = json.dumps(parts, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -85,11 +81,8 @@ def load_or_create(
     """Return what is at a path in the cache, which is created first if it is not there.
 
     Args:
-        path: of a file or folder.
         load: reads it; returns None if it is absent or damaged.
         create: writes it to another path, which is then renamed.
-        result: what it is, for messages.
-        compute: whether it may be created.
 
     Raises:
         UserError: another user's files are in the way.
@@ -118,7 +111,6 @@ def create_once(path: Path, is_complete: Callable[[Path], bool]) -> Iterator[Pat
     without an error, so a process that dies early leaves no file that looks like the result.
 
     Args:
-        path: the file or folder under its final name.
         is_complete: whether a path exists and is undamaged; a damaged one is removed.
 
     Raises:

@@ -89,13 +89,7 @@ class Channels:
 def expand_channels(
     variables: Sequence[str], on_levels: set[str], levels: Sequence[int]
 ) -> list[Channel]:
-    """Return the channels of variables in config order: one per level, or one if on no level.
-
-    Args:
-        variables: their names.
-        on_levels: the variables that are on levels.
-        levels: the levels, for each of these.
-    """
+    """Return the channels of variables in config order: one per level, or one if on no level."""
     channels = []
     for variable in variables:
         variable_levels: Sequence[int | None] = levels if variable in on_levels else (None,)

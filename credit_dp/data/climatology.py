@@ -283,7 +283,6 @@ class ClimatologyFit:
         self._sums = np.empty((0, 0, 0, 0))
 
     def _create(self, path: Path, hours: list[float]) -> dict[str, zarr.Array[Any]]:
-        """Create one array per variable, `(hours, levels, K, H, W)`."""
         group = zarr.open_group(path, mode="w", attributes={HOURS: hours})
         height, width = self._store.grid
         count = self._basis.shape[1]

@@ -141,9 +141,7 @@ def resolve_dates(
     each split is cut to its first `data.dates.limit` times.
 
     Args:
-        times: all times of the store on the config's step.
         needed: see `times_needed`; None: one time of each split.
-        calendar: of the times.
 
     Raises:
         UserError: there are too few times, or dates in the config are not in the store.
@@ -279,7 +277,6 @@ def _complete_years(times: Times, step_hours: int, calendar: Calendar) -> Times:
 
 
 def _has_split_dates(config: DataConfig, split: str, times: Times, calendar: Calendar) -> bool:
-    """Whether the config's dates of a split are among the times."""
     try:
         split_slice(config, split, times, calendar)
     except UserError:

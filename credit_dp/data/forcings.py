@@ -194,12 +194,10 @@ Static = Callable[[Degrees, Degrees], Values]
 def _insolation(
     times: Times, latitude: Degrees, longitude: Degrees, calendar: Calendar = STANDARD
 ) -> Values:
-    """Return the insolation divided by the solar constant, 0 to 1.03."""
     return insolation(times, latitude, longitude, calendar) / SOLAR_CONSTANT
 
 
 def _season_forcing(function: Callable[[Values], Values]) -> Forcing:
-    """Return a forcing that is a function of the angle of the year."""
 
     def forcing(
         times: Times, latitude: Degrees, longitude: Degrees, calendar: Calendar = STANDARD

@@ -57,7 +57,6 @@ def row_edges(latitude: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def _healpix_lengths(latitude: NDArray[np.float64]) -> NDArray[np.intp] | None:
-    """Return the numbers of cells of rows of HEALPix; None for other rows."""
     nside = (len(latitude) + 1) // 4
     if 4 * nside != len(latitude) + 1:
         return None
@@ -211,7 +210,6 @@ class Grid(tuple[int, int]):
         return grid
 
     def __getnewargs__(self) -> tuple[Degrees, Degrees, Projection]:
-        """Return the arguments that a copy is made with."""
         return self.latitude, self.longitude, self.projection
 
     @property
@@ -385,7 +383,6 @@ class Grid(tuple[int, int]):
             raise UserError(f"{where}: a global grid is needed here, but this is {self}. {remedy}")
 
     def __str__(self) -> str:
-        """Return size and extent in words."""
         size = "x".join(map(str, self))
         if self.is_global:
             return size

@@ -141,7 +141,6 @@ def inspect_source(source: Source, domains: Sequence[int]) -> StoreReport:
     """Report on a store without reading fields.
 
     Args:
-        source: the open store.
         domains: numbers of ranks to report the amplification for; numbers above the number of rows
             are left out.
     """
@@ -195,7 +194,6 @@ def inspect_source(source: Source, domains: Sequence[int]) -> StoreReport:
 
 
 def _projection(grid: Grid) -> str:
-    """Return the name of the projection of two-dimensional coordinates, if the file has one."""
     if not grid.is_projected:
         return ""
     attributes = grid.projection.attributes
@@ -203,7 +201,6 @@ def _projection(grid: Grid) -> str:
 
 
 def _spacing(grid: Grid) -> str:
-    """Return how far rows and columns of a region are apart."""
     if grid.is_global:
         return ""
     if not grid.is_projected:
@@ -220,7 +217,6 @@ def _spacing(grid: Grid) -> str:
 
 
 def _winds(source: Source) -> dict[str, list[str]]:
-    """Return the components of winds on a projection by how they lie, in words."""
     winds: dict[str, list[str]] = {}
     for name, variable in source.variables.items() if source.grid.is_projected else ():
         along_grid = lies_along_grid(variable.standard_name, source.grid)
@@ -275,8 +271,6 @@ def band_read_amplification(
     Args:
         chunk: times, channels, rows and columns of a chunk.
         channels: number of channels needed, adjacent in the store.
-        height: rows of the grid.
-        ranks: number of bands.
     """
     return _fields_decoded(chunk, channels) * row_amplification(height, ranks, chunk[2])
 

@@ -147,8 +147,6 @@ def physical_range(
 
     Args:
         name: in the store; a variable is known by its name, short name or CF standard name.
-        variable: gives standard name and kind of levels.
-        level: None for a surface variable.
         unit: of the values, after conversions; if empty, the known unit is assumed.
 
     Returns:
@@ -173,7 +171,6 @@ def physical_range(
 
 
 def _range_in_known_unit(name: str, variable: VariableInfo, level: int | None) -> ValueRange | None:
-    """Return the physical limits of a known variable in its known unit."""
     if name == "geopotential" and level is not None and not variable.model_levels:
         return _geopotential_range(level)
     return PHYSICAL_RANGES.get(name) or _OF_SUMS.get(KNOWN_VARIABLES[name].unit)
@@ -309,14 +306,11 @@ class ValueLimits:
         date_of: Callable[[int], tuple[int, str]],
         first_row: int = 0,
     ) -> None:
-        """Refuse values that are out of range.
+        """Refuse values of `(T, rows, W)` that are out of range.
 
         Args:
-            channel: of the field.
-            field: `(T, rows, W)`.
             date_of: returns for an index along T the index among the source's times, and the date
                 as text for the message.
-            first_row: of the field, counted from the north.
         """
         outlier = self.farthest_outlier(channel, field)
         if outlier is None:
@@ -341,11 +335,8 @@ class ValueLimits:
         """Return the message about a value out of range, without its file or store.
 
         Args:
-            channel: of the field.
             field: `(rows, W)`.
             outlier: the index of the value, see `farthest_outlier`; row and column last.
-            position: date, row and column as text.
-            other_cause: another likely cause, appended to the message.
         """
         limits = self.range_of(channel)
         if limits is None:
@@ -366,7 +357,6 @@ class ValueLimits:
     def _likely_cause(
         self, channel: Channel, field: FieldArray, limits: ValueRange, value: float
     ) -> str:
-        """Return the likely cause of values out of range: fill value, damage or another unit."""
         equal_count = int(np.count_nonzero(field == np.float32(value)))
         if are_fill_values(np.array(value)) or (abs(value) >= HUGE and equal_count > 1):
             points = "" if equal_count == 1 else f", which {equal_count} points have"
@@ -414,7 +404,6 @@ class ValueLimits:
         return converted_unit(self._source, channel.variable, self._config)
 
     def _known_unit(self, channel: Channel) -> str:
-        """Return the unit of a known variable; empty if it is unknown."""
         known = KNOWN_VARIABLES.get(channel.variable) or KNOWN_VARIABLES.get(
             canonical_name(channel.variable)
         )
@@ -465,11 +454,7 @@ def missing_value_error(
     """Return the error about a missing or infinite value.
 
     Args:
-        where: the store.
-        channel: of the field.
-        role: the list of the data config that has the variable.
         field: the values, `(rows, W)`.
-        time: of the field; None for a static field.
         valid: its mask, if it has one.
     """
     name = channel.variable

@@ -251,7 +251,6 @@ class Loader:
         return batch
 
     def _move_first(self) -> Batch:
-        """Return the first batch on its device."""
         if self._mover is None:
             return self._prefetched[0].result()
         moved = self._moved or self._mover.start(self._prefetched[0].result())
@@ -336,8 +335,6 @@ class Loader:
 @final
 @dataclass(frozen=True)
 class _PendingBatch:
-    """A batch and the futures of the tasks that fill it."""
-
     batch: Batch
     static: Future[Tensor]
     samples: list[Future[None]]
@@ -364,11 +361,7 @@ def count_samples_across_gaps(
     Samples that would extend beyond the split are not counted.
 
     Args:
-        store: gives times and dates.
-        split: train, valid or test.
-        frames: states of a sample.
         samples: the number of complete samples, of all members.
-        steps: steps of a sample.
     """
     times = store.times[split_slice(store.config, split, store.times, store.calendar)]
     offsets = frame_offsets(frames, store.config.step_hours, later=steps)
@@ -485,10 +478,6 @@ class BatchReader:
 
         Every read decodes its chunks again. Channels that share chunks are therefore read together,
         and so are times if a chunk holds several of them.
-
-        Args:
-            fields: the tensors of the states and the targets, without channels if not needed.
-            forcings: those of the forcings, by the number of their time.
         """
         outputs = self._store.channels.output_channels
 
@@ -518,13 +507,10 @@ class BatchReader:
         num_outputs: int,
         values: FieldArray,
     ) -> None:
-        """Normalise the fields of a time into the tensors of a sample.
+        """Normalise the fields of a time, `(c, h, W)`, into the tensors of a sample.
 
         Args:
-            fields: `(C, h, W)`, of the first output channels.
-            forcing: `(F, h, W)`.
             num_outputs: how many channels that are read are outputs; stored forcings follow them.
-            values: `(c, h, W)`.
         """
         count = min(num_outputs, len(fields))
         if count:
@@ -573,8 +559,6 @@ class BatchMemory:
         """Return an uninitialised CPU tensor.
 
         Args:
-            shape: of the tensor.
-            dtype: of the tensor.
             pinned: whether its memory is page-locked. torch itself uses such memory again, once
                 copies to a GPU have read it.
         """
@@ -588,7 +572,6 @@ class BatchMemory:
         return torch.from_numpy(array).view(dtype).view(*shape)
 
     def _take(self, size: int) -> NDArray[np.uint8]:
-        """Return unused memory of this size, or new memory."""
         for _ in range(len(self._unused)):
             try:
                 memory = self._unused.popleft()

@@ -37,12 +37,6 @@ def with_masks(
 
     The log says how many points have values at some of these dates only.
 
-    Args:
-        store: without masks.
-        folder: the cache.
-        progress: called with a title and the fraction done while dates are read.
-        compute: whether dates are read if the cache has no masks.
-
     Raises:
         UserError: a channel has no value at a date, or at no point values at all dates.
         NotComputedError: the cache has no masks, and `compute` is False.

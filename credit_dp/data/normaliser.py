@@ -158,7 +158,6 @@ class ChannelScaler:
         return out
 
     def _fill(self, values: Tensor, channels: slice) -> None:
-        """Replace NaN in normalised channels, `(..., c, h, W)`."""
         for channel in _indices_within(channels, self._fills):
             values[..., channel - channels.start, :, :].nan_to_num_(nan=self._fills[channel])
 
@@ -309,12 +308,7 @@ class Normaliser:
         return scaler.shift, scaler.scale
 
     def normalise_outputs(self, fields: NDArray[np.float32], out: Tensor | None = None) -> Tensor:
-        """Normalise the output channels or the first of them, as states are: `(..., C, h, W)`.
-
-        Args:
-            fields: in the store's units.
-            out: the tensor of the same shape to write to and return; None creates one.
-        """
+        """Normalise the output channels or the first of them, as states are: `(..., C, h, W)`."""
         return self.outputs.normalise(fields, out)
 
     def normalise_forcing(self, fields: NDArray[np.float32]) -> Tensor:

@@ -87,8 +87,6 @@ def unrotated(
     """Return latitudes and longitudes of points on a grid whose poles are elsewhere.
 
     Args:
-        latitude: on that grid; broadcast with `longitude`.
-        longitude: on that grid.
         pole: latitude and longitude of its south pole.
     """
     phi, lam, tilt = (np.deg2rad(x) for x in (latitude, longitude, pole[0] + 90))
@@ -111,6 +109,5 @@ def _flattening(sine: NDArray[np.float64], eccentricity: float) -> NDArray[np.fl
 
 
 def _circle(latitude: float, eccentricity: float) -> float:
-    """Return the radius of a circle of latitude, if that of the equator is 1."""
     phi = np.deg2rad(latitude)
     return float(np.cos(phi) / np.sqrt(1 - (eccentricity * np.sin(phi)) ** 2))

@@ -91,8 +91,6 @@ class Weights(NamedTuple):
 
 
 class _Band(NamedTuple):
-    """The weights of a band: of cells in each target column, of these rows in each target row."""
-
     columns: Weights
     rows: Weights
 
@@ -298,7 +296,6 @@ def _overlapping_columns(
     Args:
         lengths: number of cells of each row, `(rows, 1)`.
         firsts, steps: longitude of its first cell, and of the next minus this, `(rows, 1)`.
-        new: longitudes of the columns, `(W,)`.
     """
     # In cells of a row, of which number i reaches from i to i + 1.
     middle = (new - firsts) / steps + 0.5
@@ -460,6 +457,5 @@ def _rounded(position: Array) -> Array:
 
 
 def _pairs(first: NDArray[np.intp], second: NDArray[np.intp], share: Array) -> Weights:
-    """Return weights of two values; `share` is that of the second."""
     first, second = np.where(share < 1, first, second), np.where(share > 0, second, first)
     return Weights(np.stack([first, second], axis=-1), np.stack([1 - share, share], axis=-1))

@@ -275,9 +275,6 @@ def data_step_indices(
     """Return the indices of the times on `data.step`; see `indices_on_step`.
 
     Args:
-        times: of a source.
-        config: gives the step.
-        where: name of the source in the error message.
         origin: a time from which steps are counted.
 
     Raises:

@@ -93,7 +93,6 @@ def prepare_training_data(
     All ranks may call this at once: one process creates each part and the others wait for it.
 
     Args:
-        config: of the data.
         progress: called in the process that creates a part, with its title and the fraction done.
         check: called with the open store, before anything is computed from it.
         compute: whether missing parts are created; otherwise the first one is refused.
@@ -131,7 +130,6 @@ def _run_training_pass(
     with_statistics: bool,
     progress: ProgressCallback,
 ) -> StatisticsTable | None:
-    """Fit the climatology and, if requested, compute the statistics of the same dates."""
     pieces = all_pieces(store, dates, fit.bands)
     quantiles = sample_quantiles(store, dates) if with_statistics else {}
     total = sum(len(piece.channels) * (piece.stop - piece.first) for piece in pieces)

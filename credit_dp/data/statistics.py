@@ -90,7 +90,6 @@ class Moments:
 
     @classmethod
     def _of_some(cls, values: NDArray[np.float64], rows: NDArray[np.float64]) -> "Moments":
-        """Return the moments of values of which some are NaN."""
         valid = ~np.isnan(values)
         weight = float(valid.sum(axis=(0, 2)) @ rows)
         if not weight:
@@ -101,7 +100,6 @@ class Moments:
         return cls(weight, mean, squares, float(np.nanmin(values)), float(np.nanmax(values)))
 
     def __add__(self, other: "Moments") -> "Moments":
-        """Return the moments of the values of both."""
         weight = self.weight + other.weight
         if not (self.weight and other.weight):
             return self if self.weight else other
@@ -186,11 +184,6 @@ class Statistics:
     def of(cls, table: StatisticsTable, store: Store, where: str) -> "Statistics":
         """Return the statistics of the store's channels, in order.
 
-        Args:
-            table: statistics by channel name.
-            store: gives channels and config.
-            where: name of the table's origin in error messages.
-
         Raises:
             UserError: a channel is missing, or constant and so can't be normalised.
         """
@@ -232,8 +225,6 @@ def check_statistics_range(table: StatisticsTable, store: Store, where: str, rem
 
     Args:
         table: statistics by channel name; without ranges, means are judged alone.
-        store: gives channels and limits.
-        where: name of the table's origin in error messages.
         remedy: the advice in the error message, without a full stop.
     """
     outputs = store.channels.output_channels
@@ -336,7 +327,6 @@ def _transform_fields(
 
 
 def _quantile_row(quantiles: Vector | None) -> dict[str, float]:
-    """Return quantiles as statistics of a channel; none for None."""
     return {} if quantiles is None else dict(zip(QUANTILE_NAMES, quantiles.tolist(), strict=True))
 
 
@@ -465,8 +455,6 @@ class StatisticsFile:
         The file may have more channels than the config, and more members of an ensemble.
 
         Args:
-            store: gives the config and its dates.
-            where: name of the file in error messages.
             change: what to change besides the key that differs, in error messages.
         """
         expected = input_description(store, self.every)
@@ -618,7 +606,6 @@ class StatisticsRun:
         """Process the remaining years, write the file and remove those of the years.
 
         Args:
-            workers: process the pieces.
             report: called with the number of fields processed so far.
 
         Raises:
@@ -679,7 +666,6 @@ class StatisticsRun:
         write_statistics_file(self._year_path(first), json.dumps(content))
 
     def _load_year(self, first: int) -> MomentsTable | None:
-        """Read the result of an earlier run; None if it is absent or damaged."""
         try:
             content = json.loads(self._year_path(first).read_text())
             return {

@@ -67,9 +67,6 @@ def load_statistics_files(
     tendency std, forcings, and statistics that a channel's normalisation does not need.
 
     Args:
-        store: gives the config and the fields.
-        folder: the cache for computed statistics.
-        progress: reports the computation.
         compute: whether what the cache lacks may be computed.
 
     Raises:
@@ -98,9 +95,6 @@ def _add_missing(
     """Add to `table` the statistics that external files lack.
 
     Args:
-        table: statistics by channel name, changed in place.
-        store: gives channels and fields.
-        where: names of the files for the log.
         compute: returns the statistics of every N-th training date.
     """
     for name, row in static_statistics(store).items():
@@ -136,7 +130,6 @@ def check_statistics_files(store: Store) -> None:
 
 
 def _read_and_check(store: Store, where: str) -> SampledStatistics | dict[str, dict[str, float]]:
-    """Read a file that `credit-dp data stats` wrote, or the table of external files."""
     entries = store.config.statistics_files
     native = _load_native_file(entries)
     if native is not None:
@@ -285,10 +278,7 @@ def _find_statistic(
     """Return one statistic of a channel; None if the datasets do not have it.
 
     Args:
-        entries: names of the datasets in error messages.
-        datasets: one with all statistics, or one for each.
         channel: to look for, under its own, its long and its short name.
-        statistic: mean, std or tendency_std.
         position: of the statistic's dataset, if there are several.
     """
     single = len(datasets) == 1
@@ -340,7 +330,6 @@ def _value_on_level(array: xr.DataArray, channel: Channel, where: str) -> float 
 
 
 def _scalar_level(array: xr.DataArray, where: str) -> np.ndarray[Any, Any]:
-    """Return the level of a variable on a single level, from its scalar coordinate."""
     for coordinate in array.coords.values():
         if np.issubdtype(coordinate.dtype, np.number) and not coordinate.ndim:
             return np.atleast_1d(coordinate.values)

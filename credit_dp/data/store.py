@@ -135,7 +135,6 @@ class Store:
         """Open `config.store` and check all that can be checked without reading fields.
 
         Args:
-            config: of the data.
             needed: the times that automatic dates leave to each split; see `times_needed`.
 
         Raises:
@@ -432,10 +431,7 @@ class Store:
         """Refuse values of `(T, rows, W)` that are out of range.
 
         Args:
-            channel: of the field.
-            field: the values.
             indices: of its times; None for a static field.
-            band: its rows.
         """
 
         def date_of(field_index: int) -> tuple[int, str]:
@@ -475,7 +471,6 @@ class Store:
         return self.config.variable_config(channel.variable).fill is not None
 
     def _bounded_rows(self, rows: slice) -> slice:
-        """Return the rows as a slice with both ends."""
         north, south, _ = rows.indices(self.grid[0])
         return slice(north, south)
 
@@ -583,11 +578,6 @@ class StepReader:
         """Read channels that change in time, `(T, C, rows, W)`, in the config's units.
 
         Channels with the same window take one read of the source.
-
-        Args:
-            channels: in any order.
-            indices: of `times`.
-            rows: the band.
         """
         groups: dict[int | None, list[int]] = {}
         for position, channel in enumerate(channels):
@@ -659,7 +649,6 @@ class StepReader:
         indices: NDArray[np.intp],
         rows: slice,
     ) -> FieldArray:
-        """Read channels that are not summed, or that are summed over one kind of window."""
         if number is None:
             return self._source.read(channels, as_slice(self._indices[indices]), rows)
         windows = self._windows[number][indices]

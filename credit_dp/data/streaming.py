@@ -141,10 +141,7 @@ def all_pieces(
     """Return all pieces of a pass over the training dates, in the order of merging.
 
     Args:
-        store: gives the channels, unless `groups` does.
-        dates: of the pass.
         split: returns the bands of rows for some channels; None limits the fields of one time.
-        groups: of channels that share chunks; None: all channels that change in time.
     """
     years = split_dates(store, dates)
     # Results are merged in this order for any number of workers, so that all bits are the same.
@@ -212,7 +209,6 @@ def _contiguous_slices(indices: Indices, max_gap: int) -> Iterator[slice]:
 
 
 def _dates_per_chunk(store: Store, channels: Sequence[Channel]) -> int:
-    """Return the number of times on the step per chunk of the store."""
     num_times = np.count_nonzero(store.source.has_times(channels[0].variable))
     times_per_date = max(1, int(num_times) // len(store.times))
     return max(1, store.source.times_per_file(channels[0]) // times_per_date)

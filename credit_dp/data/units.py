@@ -114,7 +114,6 @@ def canonical_unit(text: str) -> str:
 
 
 def _format_powers(powers: Counter[str]) -> str:
-    """Format powers, positive ones first, then by name; `1` if all cancel."""
     order = sorted((power < 0, symbol) for symbol, power in powers.items() if power)
     parts = [symbol if powers[symbol] == 1 else f"{symbol}{powers[symbol]}" for _, symbol in order]
     return " ".join(parts) or DIMENSIONLESS
@@ -130,7 +129,6 @@ class KnownVariable:
 
 
 def _parse_known(table: Mapping[str, str]) -> dict[str, KnownVariable]:
-    """Parse a table of `name: "unit: standard names"`."""
     variables = {}
     for name, text in table.items():
         unit, _, names = text.partition(":")
@@ -440,14 +438,12 @@ def _check_converted(
 
 
 def _mismatch(name: str, problem: str, unit: str, known: KnownVariable) -> _UnitMismatch:
-    """Return a mismatch with a conversion from `unit`, or, if unknown, from the expected unit."""
     relabels = (unit, canonical_unit(known.unit)) not in CONVERSIONS
     convert = f"{known.unit if relabels else unit}->{known.unit}"
     return _UnitMismatch(name, f"{name} {problem}", convert, relabels)
 
 
 def _advice(mismatches: Sequence[_UnitMismatch]) -> str:
-    """Return the advice of the error message, with overrides for the command line."""
     certain = [mismatch for mismatch in mismatches if not mismatch.relabels]
     uncertain = [mismatch for mismatch in mismatches if mismatch.relabels]
     parts = [f"Set {_override(certain)}"] if certain else []

@@ -99,7 +99,6 @@ class _Component(NamedTuple):
 
 
 def _component(name: str) -> _Component | None:
-    """Return what the name of a variable, or a standard name, says; None if it is no vector's."""
     long = canonical_name(name)
     for first, second in COMPONENTS:
         for word, other in ((first, second), (second, first)):
@@ -142,8 +141,6 @@ def turn_of(name: str, grid: Grid, where: str, to_grid: bool) -> Turn:
     """Return what turns a component of wind on a projection.
 
     Args:
-        name: of the component, any of its names, or its standard name.
-        grid: of the projection.
         where: what has the winds, with its key, for a message.
         to_grid: whether to turn from eastward and northward to the axes, not back.
 

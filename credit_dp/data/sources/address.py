@@ -253,7 +253,6 @@ def _certain_host(where: str) -> str | None:
 
 
 def _error_chain(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield an error and its causes."""
     # `raise ... from` can build a chain that leads back to itself.
     seen: set[int] = set()
     while error is not None and id(error) not in seen:

@@ -162,11 +162,9 @@ class AnemoiSource(Source):
         return cls(*open_stacked(where, ("data",)), where)
 
     def read(self, channels: Sequence[Channel], times: Indexer, rows: slice) -> FieldArray:
-        """See `Source`."""
         return self.cells.fields(self.read_values(channels, times, rows), rows)
 
     def read_values(self, channels: Sequence[Channel], times: Indexer, rows: slice) -> FieldArray:
-        """See `Source`."""
         indices = [self._channel_indices[channel] for channel in channels]
         cells = self.cells.cells(rows)
         values = self._data.read(as_slice(self._present[times]), indices, (self._member, cells))
@@ -177,20 +175,18 @@ class AnemoiSource(Source):
         return self.members[0] if self.members else 0
 
     def group_by_chunk(self, channels: Sequence[Channel]) -> list[list[Channel]]:
-        """See `Source`; all channels share their chunks."""
+        """All channels share their chunks."""
         return [list(channels)]
 
     def times_per_file(self, channel: Channel) -> int:
-        """See `Source`."""
         return self._data.times_per_file
 
     def chunk_shape(self, channel: Channel) -> tuple[int, int, int, int]:
-        """See `Source`; a chunk of cells that starts or ends within a row touches that row."""
+        """A chunk of cells that starts or ends within a row touches that row."""
         num_times, num_variables, _, num_cells = self._data.array.chunks
         return num_times, num_variables, self.cells.rows_touched(num_cells), self.grid[1]
 
     def location(self, channel: Channel, time: int, row: int, column: int) -> str:
-        """See `Source`."""
         cell = self.cells.cell(row, column)
         time = int(self._present[time])
         return (
@@ -199,7 +195,6 @@ class AnemoiSource(Source):
         )
 
     def description(self, variables: Sequence[str]) -> list[object]:
-        """See `Source`."""
         description = describe_source(self, self._address, variables, ["data"])
         return [*description, list(self.members)] if self.members else description
 

@@ -44,17 +44,14 @@ class _CombinedSource(Source):
 
     @property
     def original(self) -> Source:
-        """See `Source`."""
         return self._sources[0].original
 
     def set_calendar(self, calendar: Calendar) -> None:
-        """See `Source`."""
         super().set_calendar(calendar)
         for source in self._sources:
             source.set_calendar(calendar)
 
     def of_members(self, numbers: Sequence[int]) -> Self:
-        """See `Source`."""
         source = super().of_members(numbers)
         source._sources = [x.of_members(numbers) if x.members else x for x in self._sources]
         return source
@@ -72,7 +69,6 @@ class FilesSource(_CombinedSource):
         """Sort the sources in time.
 
         Args:
-            sources: in any order.
             where: the address for messages, such as the pattern that the files match.
 
         Raises:
@@ -96,7 +92,7 @@ class FilesSource(_CombinedSource):
         self.members = _common_members(self._sources)
 
     def read(self, channels: Sequence[Channel], times: Indexer, rows: slice) -> FieldArray:
-        """See `Source`: file by file."""
+        """Read file by file."""
         if not self.variables[channels[0].variable].has_time:
             return self._sources[0].read(channels, times, rows)
         time_indices = np.arange(len(self.times))[times]
@@ -114,7 +110,7 @@ class FilesSource(_CombinedSource):
         return fields
 
     def sum_bounds(self, variable: str, stated: bool = True) -> Times:
-        """See `Source`; the sources may have times that are differently far apart."""
+        """The sources may have times that are differently far apart."""
         bounds = np.concatenate([x.sum_bounds(variable, stated) for x in self._sources])
         # Of sources of one time, only their series tells how far times are apart.
         unknown = bounds[:, 0] == bounds[:, 1]
@@ -122,26 +118,22 @@ class FilesSource(_CombinedSource):
         return bounds
 
     def group_by_chunk(self, channels: Sequence[Channel]) -> list[list[Channel]]:
-        """See `Source`; as in the first source."""
         return self._sources[0].group_by_chunk(channels)
 
     def times_per_file(self, channel: Channel) -> int:
-        """See `Source`; as in the first source."""
         return self._sources[0].times_per_file(channel)
 
     def chunk_shape(self, channel: Channel) -> tuple[int, int, int, int]:
-        """See `Source`; as in the first source."""
         return self._sources[0].chunk_shape(channel)
 
     def location(self, channel: Channel, time: int, row: int, column: int) -> str:
-        """See `Source`."""
         if not self.variables[channel.variable].has_time:
             return self._sources[0].location(channel, time, row, column)
         file = int(np.searchsorted(self._starts, time, side="right")) - 1
         return self._sources[file].location(channel, time - int(self._starts[file]), row, column)
 
     def chunk_numbers(self, channel: Channel, times: NDArray[np.intp]) -> NDArray[np.intp]:
-        """See `Source`; chunks of different files have different numbers."""
+        """Chunks of different files have different numbers."""
         files = np.searchsorted(self._starts, times, side="right") - 1
         numbers = np.empty_like(times)
         first = 0
@@ -157,7 +149,7 @@ class FilesSource(_CombinedSource):
         return numbers
 
     def description(self, variables: Sequence[str]) -> list[object]:
-        """See `Source`; one entry for each source."""
+        """Return one entry for each source."""
         return [source.description(variables) for source in self._sources]
 
 
@@ -179,7 +171,6 @@ def _common_members(sources: Sequence[Source]) -> tuple[int, ...]:
 
 
 def _check_times(sources: Sequence[Source]) -> None:
-    """Refuse sources, sorted in time, whose times overlap."""
     for earlier, later in pairwise(sources):
         if later.times[0] <= earlier.times[-1]:
             raise UserError(
@@ -200,16 +191,13 @@ class _RolledSource(SourceWrapper):
         self.grid = grid
 
     def read(self, channels: Sequence[Channel], times: Indexer, rows: slice) -> FieldArray:
-        """See `Source`."""
         return np.roll(self._source.read(channels, times, rows), -self._columns, axis=-1)
 
     def location(self, channel: Channel, time: int, row: int, column: int) -> str:
-        """See `Source`."""
         stored = (column + self._columns) % self.grid[1]
         return self._source.location(channel, time, row, stored)
 
     def description(self, variables: Sequence[str]) -> list[object]:
-        """See `Source`."""
         return [*super().description(variables), ["rolled", self._columns]]
 
 
@@ -295,7 +283,6 @@ class JoinedSource(_CombinedSource):
         """Join sources by variables.
 
         Args:
-            sources: stores with times.
             timeless: stores of static fields; if they have a time, it is ignored.
             static: names that are used as static fields. They are read from a timeless store if
                 one has them; all other names from a store in which they change in time.
@@ -338,7 +325,7 @@ class JoinedSource(_CombinedSource):
         self.members = _common_members(with_members) if with_members else ()
 
     def read(self, channels: Sequence[Channel], times: Indexer, rows: slice) -> FieldArray:
-        """See `Source`: store by store."""
+        """Read store by store."""
         owners = [self._owner(channel) for channel in channels]
         if len(set(owners)) == 1:
             return self._read_from(owners[0], channels, times, rows)
@@ -356,20 +343,18 @@ class JoinedSource(_CombinedSource):
         return fields if fields is not None else np.empty((0, 0, *self.grid), dtype=np.float32)
 
     def has_times(self, variable: str) -> NDArray[np.bool_]:
-        """See `Source`."""
         if not self.variables[variable].has_time:
             return super().has_times(variable)
         return self._time_indices[self._owners[variable]] >= 0
 
     def sum_bounds(self, variable: str, stated: bool = True) -> Times:
-        """See `Source`; those of the store that the variable is read from."""
         bounds = np.full((len(self.times), 2), np.datetime64("NaT", "ns"), dtype=self.times.dtype)
         owner = self._sources[self._owners[variable]]
         bounds[self.has_times(variable)] = owner.sum_bounds(variable, stated)
         return bounds
 
     def group_by_chunk(self, channels: Sequence[Channel]) -> list[list[Channel]]:
-        """See `Source`; channels of different stores share no chunk."""
+        """Channels of different stores share no chunk."""
         return [
             group
             for owner, run in groupby(channels, self._owner)
@@ -377,15 +362,12 @@ class JoinedSource(_CombinedSource):
         ]
 
     def times_per_file(self, channel: Channel) -> int:
-        """See `Source`."""
         return self._sources[self._owner(channel)].times_per_file(channel)
 
     def chunk_shape(self, channel: Channel) -> tuple[int, int, int, int]:
-        """See `Source`."""
         return self._sources[self._owner(channel)].chunk_shape(channel)
 
     def location(self, channel: Channel, time: int, row: int, column: int) -> str:
-        """See `Source`."""
         owner = self._owner(channel)
         # A static field is at index 0 in its own store, too.
         if self._variables_by_source[owner][channel.variable].has_time:
@@ -393,12 +375,11 @@ class JoinedSource(_CombinedSource):
         return self._sources[owner].location(channel, time, row, column)
 
     def chunk_numbers(self, channel: Channel, times: NDArray[np.intp]) -> NDArray[np.intp]:
-        """See `Source`."""
         owner = self._owner(channel)
         return self._sources[owner].chunk_numbers(channel, self._time_indices[owner][times])
 
     def description(self, variables: Sequence[str]) -> list[object]:
-        """See `Source`; one entry for each store, with the variables that are read from it."""
+        """Return one entry for each store, with the variables that are read from it."""
         names_by_source: list[list[str]] = [[] for _ in self._sources]
         for name in variables:
             names_by_source[self._owners[name]].append(name)
@@ -431,7 +412,6 @@ class JoinedSource(_CombinedSource):
         return sorted((n for n, x in candidates if x is not None and not x.problem), key=order)
 
     def _owner(self, channel: Channel) -> int:
-        """Return the number of the store that a channel is read from."""
         return self._owners[channel.variable]
 
     def _read_from(
@@ -447,7 +427,6 @@ class JoinedSource(_CombinedSource):
         return source.read(channels, times, rows)
 
     def _variables(self) -> AliasedVariables:
-        """Return the metadata of all variables; unreadable ones stay, for their error message."""
         listed: dict[str, VariableInfo] = {}
         # Backwards, so that the entry of the first store is the one that stays.
         for variables in reversed(self._variables_by_source):

@@ -76,7 +76,6 @@ def find_coordinates(dataset: xr.Dataset, ndim: int = 1) -> dict[str, str]:
     by its name; the one along whose dim most variables lie comes first.
 
     Args:
-        dataset: as it was opened.
         ndim: number of dims of the coordinates: 2 on curvilinear grids.
     """
     import cf_xarray  # noqa: F401 (registers `.cf`; only needed when a store is opened)
@@ -108,7 +107,6 @@ def _fits(array: xr.Variable, standard: str) -> bool:
 
 
 def _importance(dataset: xr.Dataset, name: Hashable) -> int:
-    """Return the number of variables that lie along the dims of a coordinate."""
     dims = set(dataset.variables[name].dims)
     return sum(dims <= set(array.dims) for array in dataset.variables.values())
 
@@ -141,10 +139,6 @@ def with_points(dataset: xr.Dataset, where: str) -> xr.Dataset:
     Those that repeat at each time, as xarray's `open_mfdataset` joins them, become constant. If
     there are none, they are computed from the grid mapping and the coordinates of its axes. Any
     other dataset is returned unchanged.
-
-    Args:
-        dataset: as xarray opened it.
-        where: its address.
 
     Raises:
         UserError: the points move, or can't be computed.
@@ -283,7 +277,6 @@ def _plane_coordinates(dataset: xr.Dataset) -> dict[str, str]:
 
 
 def _is_on_projection(dataset: xr.Dataset) -> bool:
-    """Whether the grid mapping is a projection."""
     mapping = _grid_mapping(dataset)
     name = dataset.variables[mapping].attrs.get("grid_mapping_name", "") if mapping else ""
     return name not in ("", "latitude_longitude")
@@ -319,12 +312,10 @@ def _with_free_names(projection: Projection) -> Projection:
 
 
 def _plain(attributes: Mapping[Any, Any]) -> dict[str, Any]:
-    """Return attributes with lists and numbers of Python, which JSON has."""
     return {str(name): np.asarray(value).tolist() for name, value in attributes.items()}
 
 
 def _grid_mapping(dataset: xr.Dataset) -> str:
-    """Return the name of the variable that says which projection fields are on; "" without."""
     names = (
         str(array.attrs.get("grid_mapping") or array.encoding.get("grid_mapping") or "")
         for array in dataset.variables.values()
@@ -340,9 +331,7 @@ def with_grid_mapping(
     """Return a dataset whose fields along some dims have a grid mapping.
 
     Args:
-        dataset: without one.
         attributes: of the mapping, as the CF conventions have them; without any, it stays so.
-        dims: of rows and columns.
     """
     if not attributes:
         return dataset
@@ -445,7 +434,6 @@ def number_members(dataset: xr.Dataset, stored: xr.Dataset) -> tuple[xr.Dataset,
     such a dim there are none.
 
     Args:
-        dataset: without dims of length 1.
         stored: with them: a store of a single member has its number.
     """
     variables = stored.data_vars.values()
@@ -506,11 +494,6 @@ def are_consecutive(levels: Sequence[float]) -> bool:
 def whole_number_levels(dataset: xr.Dataset, where: str, key: str) -> tuple[int, ...]:
     """Return the levels in the store's order; empty if it has no level dim.
 
-    Args:
-        dataset: with standard dims.
-        where: name of the store in error messages.
-        key: the key of the store in error messages.
-
     Raises:
         UserError: the level coordinate has no values, or they are not unique whole numbers.
     """
@@ -545,7 +528,6 @@ def in_dim_order(values: NDArray[Any], dims: Sequence[str], order: Sequence[str]
 
 
 def _check_grid(dataset: xr.Dataset, found: Mapping[str, str], where: str) -> None:
-    """Refuse a grid of two dims that aren't rows and columns, or of cells without coordinates."""
     grid_types = {str(array.attrs.get("GRIB_gridType", "")) for array in dataset.variables.values()}
     grid_name = next(
         (GRID_TYPES[grid_type] for grid_type in sorted(grid_types) if grid_type in GRID_TYPES), None
@@ -577,9 +559,6 @@ def check_coordinates(
     """Refuse coordinates with which row, column or time indices would mean something else.
 
     Args:
-        dataset: with standard names of dims.
-        where: its address as messages show it.
-        timed: whether it needs times.
         grid: with None, that of the dataset's one-dimensional coordinates.
 
     Raises:
@@ -647,12 +626,6 @@ def decode_durations(
     variable: xr.Variable, name: str, where: str, key: str
 ) -> NDArray[np.timedelta64]:
     """Return lead times; netCDF and older zarr stores have numbers with a unit.
-
-    Args:
-        variable: with its attributes.
-        name: of the variable.
-        where: the address of its store.
-        key: names this store.
 
     Raises:
         UserError: the unit is unknown, or a value is missing.

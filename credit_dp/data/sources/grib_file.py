@@ -198,9 +198,6 @@ class GribField(Mapping[str, Any]):
     """The keys of a message whose points are rows from the north, eastward.
 
     Those of a projection are rows from the upper edge of its plane, rightward.
-
-    Args:
-        message: cfgrib's.
     """
 
     def __init__(self, message: Any) -> None:
@@ -339,8 +336,6 @@ class GribFile(Mapping[Any, Any]):
     `items` gives keys that have been read, so that the file is not read again for each dataset.
 
     Args:
-        path: of the file.
-        key: that has given the path, for messages.
         headers: the keys of each field; fields of equal keys follow each other.
         complete: whether the file ends after the last field; False if it is cut off or damaged.
     """
@@ -359,8 +354,6 @@ class GribFile(Mapping[Any, Any]):
         """List the fields of a file, of which several may share a message.
 
         Args:
-            path: of the file.
-            key: for error messages.
             named: whether `messages` will be called; short names and units take long to find.
             cut_off: whether a file that is cut off after some messages is opened, too.
 

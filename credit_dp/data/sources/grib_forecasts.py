@@ -100,11 +100,7 @@ class _ForecastArray(BackendArray):
     """The fields of one variable, which are decoded when they are read.
 
     Args:
-        file: has them.
-        name: of the variable.
-        messages: in any order.
         axes: the coordinates of all dims but rows and columns.
-        grid: numbers of rows and columns.
 
     Raises:
         UserError: a field is there twice.

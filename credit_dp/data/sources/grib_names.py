@@ -149,12 +149,7 @@ def message_name(short_name: str, kind: str, level_type: str, level: int) -> str
 
 
 def code_of(variable: str, level: int | None) -> GribCode | None:
-    """Return the code of a field; None if there is none.
-
-    Args:
-        variable: its name in the config, any of its names.
-        level: of a variable on levels.
-    """
+    """Return the code of a field; None if there is none."""
     code = CODES.get(long_name(variable, level)[0])
     on_levels = long_name(variable, level)[1] is not None
     return code if code is not None and (code.level_type == SINGLE) == on_levels else None

@@ -235,11 +235,6 @@ def check_dates(where: str, dataset: xr.Dataset, open_dataset: Callable[..., xr.
     One that is missing or infinite becomes the date that the units count from. Years in units are
     read right only if they have four digits.
 
-    Args:
-        where: the store's address.
-        dataset: as it was opened.
-        open_dataset: opens it with xarray once more.
-
     Raises:
         UserError: there is one.
     """
@@ -266,12 +261,7 @@ def check_dates(where: str, dataset: xr.Dataset, open_dataset: Callable[..., xr.
 
 
 def dates_error(where: str, open_dataset: Callable[..., xr.Dataset]) -> UserError | None:
-    """Return an error that names the variable whose units can't be decoded to dates, if any.
-
-    Args:
-        where: the store's address.
-        open_dataset: opens it with xarray, after that failed with dates.
-    """
+    """Return an error that names the variable whose units can't be decoded to dates, if any."""
     try:
         dataset = open_dataset(decode_times=False)
     except Exception:  # noqa: BLE001 - the first failure says why
@@ -426,10 +416,6 @@ def open_shared_netcdf(path: Path, **options: Any) -> xr.Dataset:
     By default each opening has a handle of its own. HDF5 shares what it knows of a file's variables
     between handles, and a fill value that is a text can still refer to one that was closed: the
     next opening then crashes in the library.
-
-    Args:
-        path: the file.
-        options: of `xr.open_dataset`.
     """
     import netCDF4  # not needed for zarr
 
@@ -578,10 +564,6 @@ class GriddedSource(Source):
     def open(cls, where: str, static: Collection[str] = ()) -> "GriddedSource":
         """Open the zarr store at a path or address, or the netCDF file at a path.
 
-        Args:
-            where: the path or address.
-            static: names that are used as static fields, see `StoredNames.of`.
-
         Raises:
             UserError: there is no store, or its coordinates don't fit.
         """
@@ -601,13 +583,12 @@ class GriddedSource(Source):
         return [cls(dataset, RequestedBytesCounter(), where, static) for dataset in datasets]
 
     def read(self, channels: Sequence[Channel], times: Indexer, rows: slice) -> FieldArray:
-        """See `Source`: variable by variable."""
+        """Read variable by variable."""
         if self.cells is not None:
             return self.cells.fields(self.read_values(channels, times, rows), rows)
         return self._read(channels, times, rows)
 
     def read_values(self, channels: Sequence[Channel], times: Indexer, rows: slice) -> FieldArray:
-        """See `Source`."""
         fields = self._read(channels, times, rows)
         values = fields.reshape(*fields.shape[:2], -1)
         return values if self.cells is None else self.cells.in_order(values, rows)
@@ -623,11 +604,10 @@ class GriddedSource(Source):
         return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1)
 
     def group_by_chunk(self, channels: Sequence[Channel]) -> list[list[Channel]]:
-        """See `Source`: the levels of a variable."""
+        """The levels of a variable share chunks."""
         return [list(group) for _, group in groupby(channels, self._stored_variable)]
 
     def times_per_file(self, channel: Channel) -> int:
-        """See `Source`."""
         array = self._dataset[self._stored_variable(channel)]
         encoding = array.encoding
         chunks = encoding.get("shards") or encoding.get("chunks") or encoding.get("chunksizes")
@@ -635,7 +615,6 @@ class GriddedSource(Source):
         return int(chunks[array.dims.index("time")]) if chunks else 1
 
     def chunk_shape(self, channel: Channel) -> tuple[int, int, int, int]:
-        """See `Source`."""
         array = self._dataset[self._stored_variable(channel)]
         chunks = array.encoding.get("chunks") or array.encoding.get("chunksizes")
         sizes = dict(zip(map(str, array.dims), map(int, chunks or ()), strict=bool(chunks)))
@@ -645,7 +624,7 @@ class GriddedSource(Source):
         return time, level, rows, columns
 
     def location(self, channel: Channel, time: int, row: int, column: int) -> str:
-        """See `Source`; a netCDF file without chunks is named alone."""
+        """A netCDF file without chunks is named alone."""
         stored_channel = self._names.stored_channel(channel)
         name, level = stored_channel.variable, stored_channel.level
         array = self._dataset[name]
@@ -678,7 +657,6 @@ class GriddedSource(Source):
         return f"{self.where}, chunk {chunk}"
 
     def description(self, variables: Sequence[str]) -> list[object]:
-        """See `Source`."""
         stored = [x for name in variables for x in self._names.stored_variables(name)]
         description: list[object] = [
             resolved_address(self._address),
@@ -698,7 +676,6 @@ class GriddedSource(Source):
 
     @property
     def _member(self) -> int:
-        """The index of the member that is read."""
         several = self.members and len(self._members) > 1
         return self._members.index(self.members[0]) if several else 0
 
@@ -708,7 +685,6 @@ class GriddedSource(Source):
     def _read_variable(
         self, name: str, levels: list[int], times: Indexer, rows: slice
     ) -> FieldArray:
-        """Read one variable, see `_read`, with length 1 for dims that it lacks."""
         height = self.grid[0]
         north, south, _ = rows.indices(height)
         stored_rows = (
@@ -788,7 +764,6 @@ class GriddedSource(Source):
 
 
 def _combine_versions(values: NDArray[Any], axis: int) -> NDArray[Any]:
-    """Return the values of the first version, where it has some, otherwise those of the next."""
     versions = np.moveaxis(values, axis, 0)
     combined: NDArray[Any] = versions[0]
     for other in versions[1:]:

@@ -161,7 +161,6 @@ def _level_by_level(long: str, name: str, variable: VariableInfo) -> Iterator[_O
 def _combine_levels(
     long: str, names: Mapping[int, str], stored: Mapping[str, VariableInfo]
 ) -> _OtherNames:
-    """Combine variables with one level each into one variable on levels."""
     variables = [stored[name] for name in names.values()]
     problem = next((variable.problem for variable in variables if variable.problem), "")
     if len({(variable.has_time, variable.units) for variable in variables}) > 1:

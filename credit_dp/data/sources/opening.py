@@ -97,7 +97,6 @@ def open_single_source(where: str, static: Collection[str] = ()) -> Source:
     """Open the store at one path or address, whatever its format.
 
     Args:
-        where: the path or address.
         static: names that are used as static fields, see `StoredNames.of`.
 
     Raises:
@@ -117,7 +116,6 @@ def open_single_source(where: str, static: Collection[str] = ()) -> Source:
 
 
 def _log_names(source: Source, config: DataConfig) -> None:
-    """Log which variables of the config have another name in the store."""
     names = (*config.prognostic, *config.diagnostic, *config.forcing, *config.static)
     stored_names = {
         name: source.variables[name].stored_name for name in names if name in source.variables
@@ -182,7 +180,6 @@ def _open_address(where: str, config: DataConfig) -> Sequence[Source]:
 
 
 def _join(timed: Sequence[Source], timeless: Sequence[Source], config: DataConfig) -> Source:
-    """Combine all entries of `config.store` into one source."""
     if _follow_in_time(timed):
         sources = [_concat_in_time(timed, redact_secrets(config.where))]
     else:
@@ -247,7 +244,6 @@ def _split_timeless(sources: Sequence[Source]) -> tuple[list[Source], list[Sourc
 
 
 def _is_constant(source: Source) -> bool:
-    """Whether all variables with a time axis are known to be constant."""
     return all(
         canonical_name(name) in STATIC_NAMES.values() and not levels
         for name, levels in _timed_variables(source)
@@ -291,7 +287,6 @@ def _check_groups(groups: Sequence[Sequence[Source]], pattern: str) -> None:
 
 
 def _open_group(where: str) -> zarr.Group:
-    """Open the zarr group at a path or address."""
     if not is_remote(where) and local_path(where).is_file() and not is_reference(where):
         raise UserError(
             f"{where}: is a file, but neither GRIB nor netCDF. Set data.store to a zarr "

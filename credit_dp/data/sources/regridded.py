@@ -54,12 +54,11 @@ class RegriddedSource(SourceWrapper):
         self.grid = self._regridder.grid
 
     def read(self, channels: Sequence[Channel], times: Indexer, rows: slice) -> FieldArray:
-        """See `Source`."""
         values = self._source.read_values(channels, times, self._regridder.source_rows(rows))
         return np.asarray(self._regridder(values, rows), dtype=np.float32)
 
     def chunk_shape(self, channel: Channel) -> tuple[int, int, int, int]:
-        """See `Source`: about the part of the target grid that a chunk covers."""
+        """Return about the part of the target grid that a chunk covers."""
         times, channels, *sizes = self._source.chunk_shape(channel)
         rows, columns = (
             min(new, -(-size * new // old))
@@ -68,11 +67,10 @@ class RegriddedSource(SourceWrapper):
         return times, channels, rows, columns
 
     def location(self, channel: Channel, time: int, row: int, column: int) -> str:
-        """See `Source`: that of the nearest value."""
+        """Name the chunk of the nearest value."""
         away = np.abs(degrees_east(self._source.longitude, self.longitude[column]))
         row = int(abs(self._source.latitude - self.latitude[row]).argmin())
         return self._source.location(channel, time, row, int(away.argmin()))
 
     def description(self, variables: Sequence[str]) -> list[object]:
-        """See `Source`."""
         return [*super().description(variables), [self._method, *self.grid]]

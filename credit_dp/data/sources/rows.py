@@ -52,8 +52,6 @@ class CellRows:
         """Find the rows.
 
         Args:
-            latitudes, longitudes: of the cells, `(N,)` degrees each.
-            where: the address of the store, for messages.
             name: of the grid, if the store has one.
 
         Raises:
@@ -240,7 +238,6 @@ def _nested_cells(latitudes: Degrees) -> NDArray[np.intp] | None:
 
 
 def _describe(num_cells: int, name: str) -> str:
-    """Return the usual name of a grid, for a message."""
     name = name or _reduced_grid_name(num_cells)
     reduced = name[:1].lower() in ("n", "o") and name[1:].isdecimal()
     kind = "the reduced Gaussian grid " if reduced else "the grid "

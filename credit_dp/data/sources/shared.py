@@ -131,7 +131,7 @@ class SharedSource(SourceWrapper):
         return self._state.stopped
 
     def read(self, channels: Sequence[Channel], times: Indexer, rows: slice) -> FieldArray:
-        """See `Source`; `rows` has to be this rank's band.
+        """Read this rank's band `rows` of chunks that the ranks decode in turn.
 
         Raises:
             UserError: a read failed, on any rank.

@@ -217,7 +217,6 @@ class Source(ABC):
         times that the variable lacks.
 
         Args:
-            variable: its name.
             stated: whether to follow what the store says.
         """
         info = self.variables[variable]
@@ -248,10 +247,8 @@ class Source(ABC):
         """Return the file (or store) and the chunk that hold one value, for a message.
 
         Args:
-            channel: the channel of the value.
             time: index into `self.times`; 0 for a channel without a time.
             row: counted from the north.
-            column: in the store's order.
         """
         return self.where
 
@@ -294,51 +291,40 @@ class SourceWrapper(Source):
         self.members = source.members
 
     def set_calendar(self, calendar: Calendar) -> None:
-        """See `Source`."""
         super().set_calendar(calendar)
         self._source.set_calendar(calendar)
 
     def of_members(self, numbers: Sequence[int]) -> Self:
-        """See `Source`."""
         source = super().of_members(numbers)
         source._source = self._source.of_members(numbers)
         return source
 
     @property
     def original(self) -> Source:
-        """See `Source`."""
         return self._source.original
 
     def has_times(self, variable: str) -> NDArray[np.bool_]:
-        """See `Source`."""
         return self._source.has_times(variable)
 
     def sum_bounds(self, variable: str, stated: bool = True) -> Times:
-        """See `Source`."""
         return self._source.sum_bounds(variable, stated)
 
     def group_by_chunk(self, channels: Sequence[Channel]) -> list[list[Channel]]:
-        """See `Source`."""
         return self._source.group_by_chunk(channels)
 
     def times_per_file(self, channel: Channel) -> int:
-        """See `Source`."""
         return self._source.times_per_file(channel)
 
     def chunk_shape(self, channel: Channel) -> tuple[int, int, int, int]:
-        """See `Source`."""
         return self._source.chunk_shape(channel)
 
     def location(self, channel: Channel, time: int, row: int, column: int) -> str:
-        """See `Source`."""
         return self._source.location(channel, time, row, column)
 
     def chunk_numbers(self, channel: Channel, times: NDArray[np.intp]) -> NDArray[np.intp]:
-        """See `Source`."""
         return self._source.chunk_numbers(channel, times)
 
     def description(self, variables: Sequence[str]) -> list[object]:
-        """See `Source`."""
         return self._source.description(variables)
 
 

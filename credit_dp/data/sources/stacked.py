@@ -94,7 +94,7 @@ def times_dataset(source: Source) -> xr.Dataset:
 def describe_source(
     source: Source, address: str, variables: Sequence[str], arrays: Sequence[str]
 ) -> list[object]:
-    """See `Source.description`; `arrays` have all fields."""
+    """Return the `description` of a source whose fields are all in `arrays`."""
     description: list[object] = [resolved_address(address), version_stamp(address, arrays)]
     description += source.grid.description()
     for name in variables:
@@ -104,7 +104,6 @@ def describe_source(
 
 
 def _runs(channels: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """Yield the parts in which channels are adjacent: `(first, stop, position)`."""
     edges = np.flatnonzero(np.diff(channels) != 1) + 1
     for start, stop in pairwise([0, *edges.tolist(), len(channels)]):
         yield channels[start], channels[stop - 1] + 1, start
@@ -209,8 +208,6 @@ class StackedArray:
 
         Args:
             times: indices of the first dim; ignored if `times` of the array is None.
-            channels: indices of the channel dim, in the order of the result.
-            rest: indices of the remaining dims.
 
         Raises:
             UserError: a chunk is missing or damaged (with date and file), or the store has changed.

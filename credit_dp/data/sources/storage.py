@@ -95,7 +95,6 @@ class FolderStore(LocalStore):
 
 
 def _length(byte_range: ByteRequest | None) -> int | None:
-    """Return the bytes of a range; None if only the file's size says how many there are."""
     if isinstance(byte_range, RangeByteRequest):
         return byte_range.end - byte_range.start
     return byte_range.suffix if isinstance(byte_range, SuffixByteRequest) else None
@@ -200,10 +199,6 @@ def open_current_group(store: Store, where: str) -> zarr.Group:
     A store that was extended or changed without consolidating it again would be read as it was
     before. All arrays of a local store are compared with their own metadata; of a remote store,
     where each costs a round trip, those of the times.
-
-    Args:
-        store: to read from.
-        where: its path or address.
 
     Raises:
         UserError: the metadata are out of date, and the server can't list the arrays.
@@ -312,7 +307,6 @@ def _metadata_files(root: Path, arrays: Sequence[str]) -> list[Path]:
 
 
 def _file_states(paths: Sequence[Path]) -> list[tuple[str, int, int]]:
-    """Return the paths, sizes and times of those files that exist."""
     states = []
     for path in paths:
         with suppress(FileNotFoundError, NotADirectoryError):
@@ -322,7 +316,6 @@ def _file_states(paths: Sequence[Path]) -> list[tuple[str, int, int]]:
 
 
 def _sampled_chunks(array: "zarr.Array[Any]") -> list[str]:
-    """Return the keys of some files of an array, evenly spaced from the first to the last."""
     sizes = zip(array.shape, array.shards or array.chunks, strict=True)
     counts = [-(-length // size) for length, size in sizes]
     total = math.prod(counts)

@@ -72,7 +72,6 @@ def stated_sums(array: xr.DataArray, bounds_by: str) -> StatedSums:
 
 
 def _grib_sums(array: xr.DataArray) -> StatedSums:
-    """Return what the steps of GRIB say, which cfgrib keeps as attributes."""
 
     def number(key: str) -> int:
         text = str(array.attrs.get(f"GRIB_{key}", ""))

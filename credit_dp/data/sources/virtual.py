@@ -121,7 +121,6 @@ def chunk_files(store: object, most: int) -> tuple[list[str], bool]:
     """Return addresses of files that have chunks of a store, and whether these are all.
 
     Args:
-        store: any store of zarr.
         most: addresses to return, evenly spaced ones.
     """
     if isinstance(store, ReferenceStore):
@@ -149,7 +148,6 @@ def has_chunks_in_files(store: object, array: str) -> bool:
 
 
 def _split_version(where: str) -> tuple[str, str, str]:
-    """Return the address of a repository, and the kind and the name of its version."""
     match = VERSION.fullmatch(where)
     return (
         (match["repository"], match["kind"], match["name"]) if match else (where, "branch", "main")
@@ -313,9 +311,7 @@ def check_allowed(address: object, where: str, folders: Sequence[str]) -> None:
     """Refuse chunks in a file or folder outside the allowed folders.
 
     Args:
-        address: of the file or folder.
         where: the repository or reference file that names it.
-        folders: that are allowed.
 
     Raises:
         UserError: it is in none of them.

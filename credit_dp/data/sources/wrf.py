@@ -33,10 +33,6 @@ def with_cf_coordinates(dataset: xr.Dataset, where: str) -> xr.Dataset:
 
     Model levels are numbered from 1 at the ground. Any other dataset is returned unchanged.
 
-    Args:
-        dataset: as xarray opened it.
-        where: its address.
-
     Raises:
         UserError: the grid moves, or a date can't be read.
     """
@@ -82,7 +78,6 @@ def with_cf_coordinates(dataset: xr.Dataset, where: str) -> xr.Dataset:
 
 
 def _dates(texts: xr.DataArray, where: str) -> Times:
-    """Return dates of texts `YYYY-MM-DD_HH:MM:SS`, or of the bytes of such texts."""
     values = np.ascontiguousarray(texts.values)
     if values.dtype.kind in "iu":  # a number for each letter
         values = values.astype(np.uint8).view(f"S{values.shape[-1]}")

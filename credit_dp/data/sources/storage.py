@@ -23,6 +23,7 @@ from pathlib import Path
 from threading import Lock
 from typing import Any, ClassVar, final
 
+import fsspec
 import numpy as np
 import zarr
 import zarr.core.sync
@@ -42,6 +43,7 @@ from credit_dp.data.sources.address import (
     zarr_open_error,
 )
 from credit_dp.data.sources.virtual import (
+    chunk_files,
     is_icechunk,
     is_reference,
     open_icechunk,
@@ -55,7 +57,7 @@ logger = logging.getLogger(__name__)
 
 EXIT_SECONDS = 30.0  # for zarr's reading thread to end, on a busy machine, too
 METADATA = ("zarr.json", ".zmetadata", ".zgroup", ".zarray", ".zattrs")
-SAMPLE = 64  # files of each array whose sizes and times are compared
+SAMPLE = 64  # files of an array, or of references, whose sizes and times are compared
 SMALL_RANGE = 2**16  # bytes; reading so few takes less time than handing the read to a thread
 
 
@@ -269,7 +271,8 @@ def version_stamp(where: str, arrays: Sequence[str] | None = None) -> str:
 
     This is the number of an Icechunk snapshot, the size and time of a file, or a checksum of a
     remote store's metadata. A folder has sizes and times of its metadata and of chunks that are
-    evenly spaced: that few others were overwritten is not noticed.
+    evenly spaced, references those of local files that they name: that few others were overwritten
+    is not noticed.
 
     Args:
         where: its path or address.
@@ -284,8 +287,12 @@ def version_stamp(where: str, arrays: Sequence[str] | None = None) -> str:
         if is_remote(where):
             return _remote_metadata(where, arrays or ())
         path = local_path(where).resolve()
-        if path.is_file() or is_reference(where):
-            return str(_file_states([path, *_metadata_files(path, arrays or ())]))
+        if is_reference(where):
+            targets, _ = chunk_files(open_references(where), SAMPLE)
+            files = [Path(fsspec.url_to_fs(x)[1]) for x in targets if not is_remote(x)]
+            return str(_file_states([path, *_metadata_files(path, arrays or ()), *files]))
+        if path.is_file():
+            return str(_file_states([path]))
         group = zarr.open_group(open_zarr_store(where), mode="r", use_consolidated=False)
         names = group.array_keys() if arrays is None else arrays
         found = {name: group.get(name) for name in sorted(names)}

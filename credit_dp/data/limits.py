@@ -1,6 +1,6 @@
-"""The range that the values of each channel must lie in, checked whenever they are read.
+"""Checks of the values that are read: none is missing, and all are in their channel's range.
 
-The check detects damaged chunks without a checksum, fill values that no attribute declares, and
+The range detects damaged chunks without a checksum, fill values that no attribute declares, and
 fields in another unit than their label: all of these are read without an error.
 
 The range of a channel is the first of:
@@ -9,8 +9,8 @@ The range of a channel is the first of:
 3. all that is smaller than 1e15, which the large fill values are not.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, final
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,14 +23,15 @@ from credit_dp.data.units import (
     ACCUMULATED,
     CONVERSIONS,
     KNOWN_VARIABLES,
-    UNSPECIFIED_UNITS,
-    KnownVariable,
+    ValueRange,
     canonical_unit,
     converted_unit,
+    find_conversion,
     parse_conversion,
+    usual_unit,
 )
 from credit_dp.errors import UserError, counted
-from credit_dp.variable_names import UPPER_AIR_NAMES, canonical_name, long_name
+from credit_dp.variable_names import UPPER_AIR_NAMES, long_name
 
 CACHED = 2**22  # values; smaller fields stay in the processor's cache for a second pass
 LARGEST = float(np.finfo(np.float32).max)
@@ -41,88 +42,6 @@ SMALL_FILLS = (-999, -999.9, -9999, -99999, 9999, 99999, -32767, -32768, 32767, 
 FILL_VALUES = np.array([*LARGE_FILLS, *SMALL_FILLS])
 ValidMask = NDArray[np.bool_]  # (rows, W), True where there are values
 
-
-class ValueRange(NamedTuple):
-    """The smallest and the largest plausible value."""
-
-    low: float
-    high: float
-
-    def outside(self, values: NDArray[np.floating]) -> NDArray[np.bool_]:
-        """Return which values are smaller or larger; NaN is not."""
-        return (values < self.low) | (values > self.high)
-
-
-# Physical limits in the units of `KNOWN_VARIABLES`, with a wide margin around all values ever
-# measured or analysed, so that overshoots of interpolation and packing pass.
-# Sources: WMO World Weather and Climate Extremes Archive (2 m temperature -89.2 to 56.7 degC, mean
-# sea level pressure 870 to 1084.8 hPa, rain of a day 1.825 m); ERA5 on its 137 model levels, up to
-# 0.01 hPa; solar constant 1361 W m-2 (Kopp & Lean 2011), which bounds energies of a day.
-_FRACTION = ValueRange(-0.5, 1.5)
-_WIND = ValueRange(-300.0, 300.0)
-_SURFACE_WIND = ValueRange(-150.0, 150.0)
-_WATER_CONTENT = ValueRange(-0.01, 0.1)
-_TEMPERATURE_NEAR_SURFACE = ValueRange(150.0, 350.0)
-PHYSICAL_RANGES: Mapping[str, ValueRange] = {
-    "geopotential": ValueRange(-2e4, 2e6),  # on pressure levels see `_geopotential_range`
-    "temperature": ValueRange(100.0, 400.0),
-    "u_component_of_wind": _WIND,
-    "v_component_of_wind": _WIND,
-    "wind_speed": ValueRange(-1.0, 300.0),
-    "vertical_velocity": ValueRange(-100.0, 100.0),
-    "specific_humidity": _WATER_CONTENT,
-    "specific_total_water": _WATER_CONTENT,
-    "relative_humidity": ValueRange(-50.0, 250.0),
-    "vorticity": ValueRange(-0.1, 0.1),
-    "divergence": ValueRange(-0.1, 0.1),
-    "potential_vorticity": ValueRange(-100.0, 100.0),
-    "ozone_mass_mixing_ratio": ValueRange(-1e-4, 1e-3),
-    "fraction_of_cloud_cover": _FRACTION,
-    "specific_cloud_liquid_water_content": _WATER_CONTENT,
-    "specific_cloud_ice_water_content": _WATER_CONTENT,
-    "specific_rain_water_content": _WATER_CONTENT,
-    "specific_snow_water_content": _WATER_CONTENT,
-    "2m_temperature": _TEMPERATURE_NEAR_SURFACE,
-    "2m_dewpoint_temperature": ValueRange(100.0, 350.0),
-    "10m_u_component_of_wind": _SURFACE_WIND,
-    "10m_v_component_of_wind": _SURFACE_WIND,
-    "100m_u_component_of_wind": _SURFACE_WIND,
-    "100m_v_component_of_wind": _SURFACE_WIND,
-    "10m_wind_speed": ValueRange(-1.0, 150.0),
-    "instantaneous_10m_wind_gust": ValueRange(-1.0, 200.0),
-    "mean_sea_level_pressure": ValueRange(8e4, 1.2e5),
-    "surface_pressure": ValueRange(2.5e4, 1.2e5),
-    "skin_temperature": ValueRange(150.0, 400.0),
-    "sea_surface_temperature": ValueRange(250.0, 350.0),
-    "sea_ice_cover": _FRACTION,
-    "ice_temperature_layer_1": _TEMPERATURE_NEAR_SURFACE,
-    "temperature_of_snow_layer": _TEMPERATURE_NEAR_SURFACE,
-    "snow_depth": ValueRange(-1.0, 100.0),
-    "snow_density": ValueRange(-1.0, 1500.0),
-    "total_cloud_cover": _FRACTION,
-    "low_cloud_cover": _FRACTION,
-    "medium_cloud_cover": _FRACTION,
-    "high_cloud_cover": _FRACTION,
-    "total_column_water": ValueRange(-10.0, 200.0),
-    "total_column_water_vapour": ValueRange(-10.0, 200.0),
-    "boundary_layer_height": ValueRange(-100.0, 2e4),
-    "convective_available_potential_energy": ValueRange(-100.0, 5e4),
-    "geopotential_at_surface": ValueRange(-1e4, 1e5),
-    "land_sea_mask": _FRACTION,
-    "lake_cover": _FRACTION,
-    "lake_depth": ValueRange(-100.0, 1.2e4),
-    "high_vegetation_cover": _FRACTION,
-    "low_vegetation_cover": _FRACTION,
-    "standard_deviation_of_orography": ValueRange(-10.0, 5e3),
-    "standard_deviation_of_filtered_subgrid_orography": ValueRange(-10.0, 5e3),
-    "slope_of_sub_gridscale_orography": _FRACTION,
-    "anisotropy_of_sub_gridscale_orography": _FRACTION,
-    "angle_of_sub_gridscale_orography": ValueRange(-7.0, 7.0),
-    **{f"soil_temperature_level_{layer}": ValueRange(150.0, 400.0) for layer in "1234"},
-    **{f"volumetric_soil_water_layer_{layer}": _FRACTION for layer in "1234"},
-}
-# Of sums over up to a day, by unit: depths of water in m, energies in J m-2.
-_OF_SUMS = {"m": ValueRange(-1.0, 2.0), "J m-2": ValueRange(-3e8, 3e8)}
 
 # The geopotential of a pressure level lies between those in two isothermal atmospheres, one colder
 # and one warmer than any real one: Phi = R T ln(p_msl / p).
@@ -159,32 +78,20 @@ def physical_range(
         names = [
             known for known, entry in KNOWN_VARIABLES.items() if standard in entry.standard_names
         ]
-    converted = [
-        _convert_range(_range_in_known_unit(known, variable, level), KNOWN_VARIABLES[known], unit)
-        for known in names
-    ]
+    ranges = []
+    for known in names:
+        known_unit, limits, _ = KNOWN_VARIABLES[known]
+        conversion = find_conversion(unit, known_unit)
+        if conversion is None:
+            return None
+        if known == "geopotential" and level is not None and not variable.model_levels:
+            limits = _geopotential_range(level)
+        scale, offset = conversion
+        ranges.append(ValueRange(*((limit - offset) / scale for limit in limits)))
     # Several known variables may share a standard name: take the range that covers all of theirs.
-    ranges = [limits for limits in converted if limits is not None]
-    if not ranges or len(ranges) < len(converted):
+    if not ranges:
         return None
     return ValueRange(min(limits.low for limits in ranges), max(limits.high for limits in ranges))
-
-
-def _range_in_known_unit(name: str, variable: VariableInfo, level: int | None) -> ValueRange | None:
-    if name == "geopotential" and level is not None and not variable.model_levels:
-        return _geopotential_range(level)
-    return PHYSICAL_RANGES.get(name) or _OF_SUMS.get(KNOWN_VARIABLES[name].unit)
-
-
-def _convert_range(limits: ValueRange | None, known: KnownVariable, unit: str) -> ValueRange | None:
-    """Convert limits from the known unit to another; None if no conversion is known."""
-    given, needed = canonical_unit(unit), canonical_unit(known.unit)
-    if limits is None or given in (*UNSPECIFIED_UNITS, needed):
-        return limits
-    if (given, needed) not in CONVERSIONS:
-        return None
-    scale, offset = CONVERSIONS[given, needed]
-    return ValueRange((limits.low - offset) / scale, (limits.high - offset) / scale)
 
 
 def is_implausible(field: NDArray[np.floating], limits: ValueRange) -> bool:
@@ -363,7 +270,7 @@ class ValueLimits:
             return f"a fill value that no attribute of the store declares{points}"
         values = field[np.isfinite(field)].astype(np.float64)
         mostly_outside = np.mean(limits.outside(values)) > 0.5
-        unit = canonical_unit(self._unit(channel)) or self._known_unit(channel)
+        unit = canonical_unit(self._unit(channel) or usual_unit(channel.variable))
         damaged = "a damaged chunk"
         likely = likely_unit(values, limits, unit)
         if likely:
@@ -402,12 +309,6 @@ class ValueLimits:
 
     def _unit(self, channel: Channel) -> str:
         return converted_unit(self._source, channel.variable, self._config)
-
-    def _known_unit(self, channel: Channel) -> str:
-        known = KNOWN_VARIABLES.get(channel.variable) or KNOWN_VARIABLES.get(
-            canonical_name(channel.variable)
-        )
-        return canonical_unit(known.unit) if known else ""
 
 
 def all_finite(fields: FieldArray) -> bool:

@@ -12,7 +12,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from types import MappingProxyType
-from typing import final
+from typing import NamedTuple, final
+
+import numpy as np
+from numpy.typing import NDArray
 
 from credit_dp.config import DataConfig, VariableConfig
 from credit_dp.data.sources.source import Source, VariableInfo
@@ -20,66 +23,32 @@ from credit_dp.errors import UserError
 from credit_dp.variable_names import canonical_name
 
 DIMENSIONLESS = "1"
-# Units that are not products of powers; ECMWF writes "~" for a type or an index.
-WORDS = {
-    "dimensionless": "1",
-    "unitless": "1",
-    "none": "1",
-    "fraction": "1",
-    "proportion": "1",
-    "numeric": "1",
-    "index": "1",
-    "~": "1",
-    "-": "1",
-    "0-1": "1",
-    "percent": "%",
-    "celsius": "degC",
-    "degrees celsius": "degC",
-    "degree celsius": "degC",
-    "fahrenheit": "degF",
-    "geopotential metre": "gpm",
-    "geopotential meter": "gpm",
-    "m of water equivalent": "m",
-    "m of water": "m",
-    "mm of water equivalent": "mm",
+# Spellings, by unit, of units that are not products of powers; ECMWF writes "~" for a type or an
+# index.
+_WORDS = {
+    "1": "dimensionless, unitless, none, fraction, proportion, numeric, index, ~, -, 0-1",
+    "%": "percent",
+    "degC": "celsius, degrees celsius, degree celsius",
+    "degF": "fahrenheit",
+    "gpm": "geopotential metre, geopotential meter",
+    "m": "m of water equivalent, m of water",
+    "mm": "mm of water equivalent",
 }
-SYMBOLS = {
-    "kelvin": "K",
-    "degk": "K",
-    "deg_k": "K",
-    "c": "degC",
-    "°c": "degC",
-    "degc": "degC",
-    "deg_c": "degC",
-    "degree_c": "degC",
-    "degrees_c": "degC",
-    "degree_celsius": "degC",
-    "degrees_celsius": "degC",
-    "degf": "degF",
-    "pascal": "Pa",
-    "pascals": "Pa",
-    "mb": "hPa",
-    "mbar": "hPa",
-    "millibar": "hPa",
-    "millibars": "hPa",
-    "hectopascal": "hPa",
-    "metre": "m",
-    "metres": "m",
-    "meter": "m",
-    "meters": "m",
-    "millimetre": "mm",
-    "millimeter": "mm",
-    "second": "s",
-    "seconds": "s",
-    "sec": "s",
-    "hour": "h",
-    "hours": "h",
-    "hr": "h",
-    "knot": "kt",
-    "knots": "kt",
-    "radian": "rad",
-    "radians": "rad",
+_SYMBOLS = {
+    "K": "kelvin, degk, deg_k",
+    "degC": "c, °c, degc, deg_c, degree_c, degrees_c, degree_celsius, degrees_celsius",
+    "degF": "degf",
+    "Pa": "pascal, pascals",
+    "hPa": "mb, mbar, millibar, millibars, hectopascal",
+    "m": "metre, metres, meter, meters",
+    "mm": "millimetre, millimeter",
+    "s": "second, seconds, sec",
+    "h": "hour, hours, hr",
+    "kt": "knot, knots",
+    "rad": "radian, radians",
 }
+WORDS = {word: unit for unit, words in _WORDS.items() for word in words.split(", ")}
+SYMBOLS = {symbol: unit for unit, symbols in _SYMBOLS.items() for symbol in symbols.split(", ")}
 # A slash, a symbol or 1, and a power: m, /s, m2, s-1, m^2, s^(-2). Other numbers are not allowed,
 # because they scale the values.
 FACTOR = re.compile(r"(/?)([A-Za-z°%_]+|1(?![\d.]))(?:\^?\(?([+-]?\d+)\)?)?")
@@ -119,91 +88,116 @@ def _format_powers(powers: Counter[str]) -> str:
     return " ".join(parts) or DIMENSIONLESS
 
 
-@final
-@dataclass(frozen=True)
-class KnownVariable:
-    """The unit of a variable, and the standard names that stores use for it."""
+class ValueRange(NamedTuple):
+    """The smallest and the largest plausible value."""
+
+    low: float
+    high: float
+
+    def outside(self, values: NDArray[np.floating]) -> NDArray[np.bool_]:
+        """Return which values are smaller or larger; NaN is not."""
+        return (values < self.low) | (values > self.high)
+
+
+class KnownVariable(NamedTuple):
+    """The unit of a variable, its physical limits, and the standard names that stores use."""
 
     unit: str
+    limits: ValueRange
     standard_names: tuple[str, ...] = ()
 
 
+KNOWN = re.compile(r"(.+) \[(.+), (.+)\](?:: (.+))?")
+
+
 def _parse_known(table: Mapping[str, str]) -> dict[str, KnownVariable]:
+    """Parse a table of `name: "unit [low, high]: standard names"`."""
     variables = {}
     for name, text in table.items():
-        unit, _, names = text.partition(":")
-        variables[name] = KnownVariable(unit.strip(), tuple(names.split()))
+        unit, low, high, names = KNOWN.fullmatch(text).groups("")  # type: ignore[union-attr]
+        limits = ValueRange(float(low), float(high))
+        variables[name] = KnownVariable(unit, limits, tuple(names.split()))
     return variables
 
 
-UPPER = _parse_known(
+# Limits have a wide margin around all values ever measured or analysed, so that overshoots of
+# interpolation and packing pass.
+# Sources: WMO World Weather and Climate Extremes Archive (2 m temperature -89.2 to 56.7 degC, mean
+# sea level pressure 870 to 1084.8 hPa, rain of a day 1.825 m); ERA5 on its 137 model levels, up to
+# 0.01 hPa; solar constant 1361 W m-2 (Kopp & Lean 2011), which bounds energies of a day.
+_VARIABLES = _parse_known(
     {
-        "geopotential": "m2 s-2: geopotential",
-        "temperature": "K: air_temperature",
-        "u_component_of_wind": "m s-1: eastward_wind x_wind",
-        "v_component_of_wind": "m s-1: northward_wind y_wind",
-        "vertical_velocity": "Pa s-1: lagrangian_tendency_of_air_pressure",
-        "specific_humidity": "kg kg-1: specific_humidity",
-        "specific_total_water": "kg kg-1",
-        "relative_humidity": "%: relative_humidity",
-        "vorticity": "s-1: atmosphere_relative_vorticity",
-        "divergence": "s-1: divergence_of_wind",
-        "potential_vorticity": "K m2 kg-1 s-1: ertel_potential_vorticity",
-        "ozone_mass_mixing_ratio": "kg kg-1: mass_fraction_of_ozone_in_air",
-        "fraction_of_cloud_cover": "1: cloud_area_fraction_in_atmosphere_layer",
-        "specific_cloud_liquid_water_content": "kg kg-1: "
+        "geopotential": "m2 s-2 [-20000, 2e+06]: geopotential",
+        "temperature": "K [100, 400]: air_temperature",
+        "u_component_of_wind": "m s-1 [-300, 300]: eastward_wind x_wind",
+        "v_component_of_wind": "m s-1 [-300, 300]: northward_wind y_wind",
+        "vertical_velocity": "Pa s-1 [-100, 100]: lagrangian_tendency_of_air_pressure",
+        "specific_humidity": "kg kg-1 [-0.01, 0.1]: specific_humidity",
+        "specific_total_water": "kg kg-1 [-0.01, 0.1]",
+        "relative_humidity": "% [-50, 250]: relative_humidity",
+        "vorticity": "s-1 [-0.1, 0.1]: atmosphere_relative_vorticity",
+        "divergence": "s-1 [-0.1, 0.1]: divergence_of_wind",
+        "potential_vorticity": "K m2 kg-1 s-1 [-100, 100]: ertel_potential_vorticity",
+        "ozone_mass_mixing_ratio": "kg kg-1 [-0.0001, 0.001]: mass_fraction_of_ozone_in_air",
+        "fraction_of_cloud_cover": "1 [-0.5, 1.5]: cloud_area_fraction_in_atmosphere_layer",
+        "specific_cloud_liquid_water_content": "kg kg-1 [-0.01, 0.1]: "
         "mass_fraction_of_cloud_liquid_water_in_air",
-        "specific_cloud_ice_water_content": "kg kg-1: mass_fraction_of_cloud_ice_in_air",
-        "specific_rain_water_content": "kg kg-1",
-        "specific_snow_water_content": "kg kg-1",
-        "wind_speed": "m s-1: wind_speed",
-    }
-)
-SURFACE = _parse_known(
-    {
-        "2m_temperature": "K: air_temperature",
-        "2m_dewpoint_temperature": "K: dew_point_temperature",
-        "10m_u_component_of_wind": "m s-1: eastward_wind x_wind",
-        "10m_v_component_of_wind": "m s-1: northward_wind y_wind",
-        "100m_u_component_of_wind": "m s-1: eastward_wind x_wind",
-        "100m_v_component_of_wind": "m s-1: northward_wind y_wind",
-        "10m_wind_speed": "m s-1: wind_speed",
-        "mean_sea_level_pressure": "Pa: air_pressure_at_mean_sea_level air_pressure_at_sea_level",
-        "surface_pressure": "Pa: surface_air_pressure",
-        "skin_temperature": "K: surface_temperature",
-        "sea_surface_temperature": "K: sea_surface_temperature surface_temperature "
+        "specific_cloud_ice_water_content": "kg kg-1 [-0.01, 0.1]: "
+        "mass_fraction_of_cloud_ice_in_air",
+        "specific_rain_water_content": "kg kg-1 [-0.01, 0.1]",
+        "specific_snow_water_content": "kg kg-1 [-0.01, 0.1]",
+        "wind_speed": "m s-1 [-1, 300]: wind_speed",
+        "2m_temperature": "K [150, 350]: air_temperature",
+        "2m_dewpoint_temperature": "K [100, 350]: dew_point_temperature",
+        "10m_u_component_of_wind": "m s-1 [-150, 150]: eastward_wind x_wind",
+        "10m_v_component_of_wind": "m s-1 [-150, 150]: northward_wind y_wind",
+        "100m_u_component_of_wind": "m s-1 [-150, 150]: eastward_wind x_wind",
+        "100m_v_component_of_wind": "m s-1 [-150, 150]: northward_wind y_wind",
+        "10m_wind_speed": "m s-1 [-1, 150]: wind_speed",
+        "mean_sea_level_pressure": "Pa [80000, 120000]: air_pressure_at_mean_sea_level "
+        "air_pressure_at_sea_level",
+        "surface_pressure": "Pa [25000, 120000]: surface_air_pressure",
+        "skin_temperature": "K [150, 400]: surface_temperature",
+        "sea_surface_temperature": "K [250, 350]: sea_surface_temperature surface_temperature "
         "sea_surface_skin_temperature",
-        "sea_ice_cover": "1: sea_ice_area_fraction",
-        "ice_temperature_layer_1": "K: sea_ice_temperature",
-        "snow_depth": "m: lwe_thickness_of_surface_snow_amount",
-        "snow_density": "kg m-3: snow_density",
-        "temperature_of_snow_layer": "K: temperature_in_surface_snow",
-        "total_cloud_cover": "1: cloud_area_fraction",
-        "low_cloud_cover": "1: low_type_cloud_area_fraction cloud_area_fraction",
-        "medium_cloud_cover": "1: medium_type_cloud_area_fraction cloud_area_fraction",
-        "high_cloud_cover": "1: high_type_cloud_area_fraction cloud_area_fraction",
-        "total_column_water": "kg m-2: atmosphere_mass_content_of_water "
+        "sea_ice_cover": "1 [-0.5, 1.5]: sea_ice_area_fraction",
+        "ice_temperature_layer_1": "K [150, 350]: sea_ice_temperature",
+        "snow_depth": "m [-1, 100]: lwe_thickness_of_surface_snow_amount",
+        "snow_density": "kg m-3 [-1, 1500]: snow_density",
+        "temperature_of_snow_layer": "K [150, 350]: temperature_in_surface_snow",
+        "total_cloud_cover": "1 [-0.5, 1.5]: cloud_area_fraction",
+        "low_cloud_cover": "1 [-0.5, 1.5]: low_type_cloud_area_fraction cloud_area_fraction",
+        "medium_cloud_cover": "1 [-0.5, 1.5]: medium_type_cloud_area_fraction cloud_area_fraction",
+        "high_cloud_cover": "1 [-0.5, 1.5]: high_type_cloud_area_fraction cloud_area_fraction",
+        "total_column_water": "kg m-2 [-10, 200]: atmosphere_mass_content_of_water "
         "lwe_thickness_of_atmosphere_mass_content_of_water",
-        "total_column_water_vapour": "kg m-2: atmosphere_mass_content_of_water_vapor "
+        "total_column_water_vapour": "kg m-2 [-10, 200]: atmosphere_mass_content_of_water_vapor "
         "lwe_thickness_of_atmosphere_mass_content_of_water_vapor",
-        "boundary_layer_height": "m: atmosphere_boundary_layer_thickness",
-        "convective_available_potential_energy": "J kg-1: "
+        "boundary_layer_height": "m [-100, 20000]: atmosphere_boundary_layer_thickness",
+        "convective_available_potential_energy": "J kg-1 [-100, 50000]: "
         "atmosphere_convective_available_potential_energy",
-        "instantaneous_10m_wind_gust": "m s-1: wind_speed_of_gust",
+        "instantaneous_10m_wind_gust": "m s-1 [-1, 200]: wind_speed_of_gust",
+        "geopotential_at_surface": "m2 s-2 [-10000, 100000]: surface_geopotential geopotential",
+        "land_sea_mask": "1 [-0.5, 1.5]: land_binary_mask land_area_fraction",
+        "lake_cover": "1 [-0.5, 1.5]",
+        "lake_depth": "m [-100, 12000]: sea_floor_depth_below_sea_level",
+        "high_vegetation_cover": "1 [-0.5, 1.5]: vegetation_area_fraction",
+        "low_vegetation_cover": "1 [-0.5, 1.5]: vegetation_area_fraction",
+        "standard_deviation_of_orography": "m [-10, 5000]",
+        "standard_deviation_of_filtered_subgrid_orography": "m [-10, 5000]",
+        "slope_of_sub_gridscale_orography": "1 [-0.5, 1.5]",
+        "anisotropy_of_sub_gridscale_orography": "1 [-0.5, 1.5]",
+        "angle_of_sub_gridscale_orography": "rad [-7, 7]",
     }
 )
-SOIL = {
-    name: KnownVariable(unit, (standard_name,))
-    for layer in "1234"
-    for name, unit, standard_name in (
-        (f"soil_temperature_level_{layer}", "K", "soil_temperature"),
-        (
-            f"volumetric_soil_water_layer_{layer}",
-            "m3 m-3",
-            "volume_fraction_of_condensed_water_in_soil",
-        ),
-    )
-}
+_SOIL = _parse_known(
+    {
+        "soil_temperature_level_": "K [150, 400]: soil_temperature",
+        "volumetric_soil_water_layer_": "m3 m-3 [-0.5, 1.5]: "
+        "volume_fraction_of_condensed_water_in_soil",
+    }
+)
+SOIL = {name + layer: known for name, known in _SOIL.items() for layer in "1234"}
 # Sums since the previous time: water as a depth, energy per area.
 DEPTHS = (
     "total_precipitation",
@@ -228,27 +222,12 @@ ENERGIES = (
     "surface_latent_heat_flux",
 )
 SPANS = ("", "_6hr", "_12hr", "_24hr")
-SUMS = {name + span: KnownVariable("m") for name in DEPTHS for span in SPANS}
-SUMS |= {name + span: KnownVariable("J m-2") for name in ENERGIES for span in SPANS}
-STATICS = _parse_known(
-    {
-        "geopotential_at_surface": "m2 s-2: surface_geopotential geopotential",
-        "land_sea_mask": "1: land_binary_mask land_area_fraction",
-        "lake_cover": "1",
-        "lake_depth": "m: sea_floor_depth_below_sea_level",
-        "high_vegetation_cover": "1: vegetation_area_fraction",
-        "low_vegetation_cover": "1: vegetation_area_fraction",
-        "standard_deviation_of_orography": "m",
-        "standard_deviation_of_filtered_subgrid_orography": "m",
-        "slope_of_sub_gridscale_orography": "1",
-        "anisotropy_of_sub_gridscale_orography": "1",
-        "angle_of_sub_gridscale_orography": "rad",
-    }
-)
+# Limits of sums over up to a day.
+_SUMS = {name: KnownVariable("m", ValueRange(-1, 2)) for name in DEPTHS}
+_SUMS |= {name: KnownVariable("J m-2", ValueRange(-3e8, 3e8)) for name in ENERGIES}
+SUMS = {name + span: known for name, known in _SUMS.items() for span in SPANS}
 
-KNOWN_VARIABLES: Mapping[str, KnownVariable] = MappingProxyType(
-    UPPER | SURFACE | SOIL | SUMS | STATICS
-)
+KNOWN_VARIABLES: Mapping[str, KnownVariable] = MappingProxyType(_VARIABLES | SOIL | SUMS)
 # Standard names of quantities that are easily confused with one of the above.
 MISTAKABLE = frozenset(
     {

@@ -17,7 +17,6 @@ from credit_dp.data.channels import suggest_names
 from credit_dp.data.grid import GLOBAL, REGIONS, check_regions
 from credit_dp.data.limits import (
     HUGE,
-    ValueRange,
     are_fill_values,
     is_implausible,
     likely_unit,
@@ -25,7 +24,7 @@ from credit_dp.data.limits import (
 )
 from credit_dp.data.regrid import PointInterpolation, outside_points
 from credit_dp.data.sources.source import VariableInfo
-from credit_dp.data.units import canonical_unit, find_conversion, usual_unit
+from credit_dp.data.units import ValueRange, canonical_unit, find_conversion, usual_unit
 from credit_dp.data.winds import lies_along_grid, other_component
 from credit_dp.errors import UserError, counted
 from credit_dp.evaluation.alignment import (

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from credit_dp.config import DataConfig
 from credit_dp.config.data import VariableConfig
 from credit_dp.data.channels import Channel
-from credit_dp.data.limits import ValueLimits, ValueRange, extremes, physical_range
+from credit_dp.data.limits import ValueLimits, extremes, physical_range
 from credit_dp.data.loader import Loader
 from credit_dp.data.sampling import SampleSequence
 from credit_dp.data.setup import prepare_training_data
@@ -28,7 +28,7 @@ from credit_dp.data.sources.source import VariableInfo
 from credit_dp.data.statistics import StatisticsRun
 from credit_dp.data.store import Store
 from credit_dp.data.streaming import PieceWorkers
-from credit_dp.data.units import KNOWN_VARIABLES
+from credit_dp.data.units import KNOWN_VARIABLES, ValueRange
 from credit_dp.errors import UserError
 from tests.data import anemoi_stores, prepared_stores, stores
 from tests.data.rechunk import requests

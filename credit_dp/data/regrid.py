@@ -1,6 +1,6 @@
 """Regrids fields from rows of cells to rows and columns, for any band of target rows.
 
-`RowLayout` says where the cells of a source lie, `Regridder` gives their weights in each target
+`CellLayout` says where the cells of a source lie, `Regridder` gives their weights in each target
 cell, and `PointInterpolation` those of rows and columns at any points. The weights of rows and of
 columns are independent: first every source row is brought to the target's columns, then the rows
 are combined. Each target cell is the same sum, in the same order, whichever rows are asked for, so
@@ -41,7 +41,7 @@ EDGE = 1e-3  # rows and columns: points this near beyond the outermost ones are 
 
 @final
 @dataclass(frozen=True)
-class RowLayout:
+class CellLayout:
     """Where the cells of rows are, on the globe and in a flat array; rows may differ in length.
 
     Attributes:
@@ -59,7 +59,7 @@ class RowLayout:
     eastward: bool = True
 
     @classmethod
-    def of(cls, grid: Grid) -> "RowLayout":
+    def of(cls, grid: Grid) -> "CellLayout":
         """Return the layout of a grid's rows and columns, one row after the other."""
         latitude, longitude = grid.latitude, grid.longitude
         height, width = grid
@@ -90,7 +90,7 @@ class Weights(NamedTuple):
     weight: Array
 
 
-class _Band(NamedTuple):
+class _BandWeights(NamedTuple):
     columns: Weights
     rows: Weights
 
@@ -119,7 +119,7 @@ class Regridder:
         method: conservative or bilinear.
     """
 
-    def __init__(self, layout: RowLayout, grid: Grid, method: str = CONSERVATIVE) -> None:
+    def __init__(self, layout: CellLayout, grid: Grid, method: str = CONSERVATIVE) -> None:
         self.grid = grid
         self._layout = layout
         self._method = method
@@ -149,7 +149,7 @@ class Regridder:
             result[index] = _means_of_valid(values[index].astype(np.float64), band.means)
         return result
 
-    def _weights(self, north: int, south: int) -> _Band:
+    def _weights(self, north: int, south: int) -> _BandWeights:
         target = slice(north, south)
         source = self.source_rows(target)
         layout = self._layout
@@ -166,7 +166,7 @@ class Regridder:
         rows = Weights(self._rows.at[target] - source.start, self._rows.weight[target])
         # Of equal rows, the weights are stored once.
         weight = columns.weight if len(kinds) == 1 else columns.weight[of_kind]
-        return _Band(Weights(index, weight), rows)
+        return _BandWeights(Weights(index, weight), rows)
 
 
 @final
@@ -236,7 +236,7 @@ class PointInterpolation:
 
 
 @lru_cache(maxsize=8)
-def regridder_to(layout: RowLayout, rows: int, columns: int, method: str) -> Regridder:
+def regridder_to(layout: CellLayout, rows: int, columns: int, method: str) -> Regridder:
     """Return the regridder to the usual grid of a size, which files on one grid share."""
     return Regridder(layout, regular_grid(rows, columns), method)
 

@@ -24,7 +24,7 @@ from credit_dp.data.calendar import STANDARD, Calendar, Times, calendar_of, deco
 from credit_dp.data.channels import Channel
 from credit_dp.data.grid import FULL_CIRCLE, FieldArray, Grid, turns
 from credit_dp.data.limits import find_missing
-from credit_dp.data.regrid import PointInterpolation, Regridder, RowLayout
+from credit_dp.data.regrid import PointInterpolation, Regridder, CellLayout
 from credit_dp.data.sampling import frame_offsets
 from credit_dp.data.sources.address import is_remote
 from credit_dp.data.sources.coordinates import decode_durations
@@ -122,7 +122,7 @@ class StateFile(ABC):
             return lambda values: np.roll(to_rows(values), -columns, axis=-1)
         if new.is_global:
             old.check_global(f"{KEY}: {self.where}", f"Change {KEY}.")
-            layout = RowLayout.of(old) if self.cells is None else self.cells.layout
+            layout = CellLayout.of(old) if self.cells is None else self.cells.layout
             return Regridder(layout, new, method)
         if method == CONSERVATIVE:
             raise UserError(

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from credit_dp.data.grid import Grid, row_weights
-from credit_dp.data.regrid import Regridder, RowLayout, regular_grid
+from credit_dp.data.regrid import Regridder, CellLayout, regular_grid
 from tests.tables import each
 
 EXACT = 1e-12
@@ -21,7 +21,7 @@ def mean(values: np.ndarray, grid: Grid) -> float:
 
 def regridder(old: tuple[int, int], new: tuple[int, int], west: float = 0.0) -> Regridder:
     grid = regular_grid(*old)
-    layout = RowLayout.of(Grid(grid.latitude, grid.longitude + west))
+    layout = CellLayout.of(Grid(grid.latitude, grid.longitude + west))
     return Regridder(layout, regular_grid(*new))
 
 
@@ -70,7 +70,7 @@ def test_gaps_leave_the_mean_over_the_valid_part() -> None:
     # Two rows stay, four columns become two whose edges lie in the middle of old columns.
     grid = regular_grid(2, 4)
     target = Grid(grid.latitude, np.array([45.0, 225.0]))
-    result = Regridder(RowLayout.of(grid), target)(values.ravel())
+    result = Regridder(CellLayout.of(grid), target)(values.ravel())
     np.testing.assert_allclose(result, [[1.5, np.nan], [5.0, np.nan]], rtol=EXACT)
 
 

@@ -10,7 +10,7 @@ import xarray as xr
 
 from credit_dp.config import DatesConfig
 from credit_dp.data.grid import Grid, degrees_east, row_edges, row_weights
-from credit_dp.data.regrid import Regridder, RowLayout, regular_grid
+from credit_dp.data.regrid import Regridder, CellLayout, regular_grid
 from credit_dp.data.sources.grib_file import GribFile, load_eccodes
 from credit_dp.data.store import Store
 from credit_dp.data.units import GRAVITY
@@ -156,7 +156,7 @@ def _on_grid(state, rows, columns, west=0.0):
     old = Grid(state["latitude"].values, state["longitude"].values)
     usual = regular_grid(rows, columns)
     latitude, longitude = usual.latitude, usual.longitude
-    regrid = Regridder(RowLayout.of(old), Grid(latitude, longitude + west))
+    regrid = Regridder(CellLayout.of(old), Grid(latitude, longitude + west))
     fields = {
         name: (dims, regrid(field.reshape(*field.shape[:-2], -1)))
         for name, dims, field in (
@@ -182,7 +182,7 @@ def test_another_grid_is_regridded(data, store, tmp_path, grid, northward):
     wanted = store.read_states(np.array([TIME]), EVERY_ROW)[0]
     if not west:
         old = Grid(np.sort(state["latitude"].values)[::-1], state["longitude"].values)
-        regrid = Regridder(RowLayout.of(old), store.grid)
+        regrid = Regridder(CellLayout.of(old), store.grid)
         flip = slice(None, None, -1 if northward else 1)
         fields = [
             regrid(state[name].values.reshape(-1, *grid)[:, flip].reshape(-1, np.prod(grid)))

@@ -50,7 +50,7 @@ class RegriddedSource(SourceWrapper):
     def __init__(self, source: Source, rows: int, columns: int, method: str) -> None:
         super().__init__(source)
         self._method = method
-        self._regridder = regridder_to(source.row_layout(), rows, columns, method)
+        self._regridder = regridder_to(source.cell_layout(), rows, columns, method)
         self.grid = self._regridder.grid
 
     def read(self, channels: Sequence[Channel], times: Indexer, rows: slice) -> FieldArray:

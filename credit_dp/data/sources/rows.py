@@ -22,7 +22,7 @@ from credit_dp.data.grid import (
     degrees_east,
     healpix_rows,
 )
-from credit_dp.data.regrid import RowLayout
+from credit_dp.data.regrid import CellLayout
 from credit_dp.errors import UserError
 
 logger = logging.getLogger(__name__)
@@ -101,7 +101,7 @@ class CellRows:
         # A rank reads the same rows again and again.
         self._cells_around = lru_cache(maxsize=2)(self._find_cells_around)
         order = -1 if self._flipped else 1
-        in_columns = RowLayout.of(self.grid)
+        in_columns = CellLayout.of(self.grid)
         firsts = self._firsts * FULL_CIRCLE / self._lengths
         self.layout = replace(
             in_columns,

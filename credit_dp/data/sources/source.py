@@ -17,7 +17,7 @@ from credit_dp.data.calendar import STANDARD, Calendar, Times
 from credit_dp.data.channels import Channel
 from credit_dp.data.dates import time_spacing
 from credit_dp.data.grid import Degrees, FieldArray, Grid
-from credit_dp.data.regrid import RowLayout
+from credit_dp.data.regrid import CellLayout
 from credit_dp.data.sources.rows import CellRows
 from credit_dp.errors import counted
 
@@ -187,14 +187,14 @@ class Source(ABC):
         if self.time_bounds is not None:
             self.time_bounds = self.time_bounds.astype(calendar.dtype)
 
-    def row_layout(self) -> RowLayout:
+    def cell_layout(self) -> CellLayout:
         """Return where the values of `read_values` are."""
         if self.cells is not None:
             return self.cells.layout
-        return RowLayout.of(self.grid)
+        return CellLayout.of(self.grid)
 
     def read_values(self, channels: Sequence[Channel], times: Indexer, rows: slice) -> FieldArray:
-        """Read as `read` does, but cells as they are stored: `(T, C, n)`, see `row_layout`."""
+        """Read as `read` does, but cells as they are stored: `(T, C, n)`, see `cell_layout`."""
         fields = self.read(channels, times, rows)
         return fields.reshape(*fields.shape[:2], -1)
 

@@ -15,7 +15,7 @@ from credit_dp.data.grid import Grid
 from credit_dp.data.rechunk import copy_fields
 from credit_dp.data.rechunk.copy_fields import PrepareJob, choose_chunk_rows, max_read_excess
 from credit_dp.data.rechunk.selected_fields import SelectedFields
-from credit_dp.data.regrid import Regridder, RowLayout, regular_grid
+from credit_dp.data.regrid import CellLayout, Regridder, regular_grid
 from credit_dp.data.sources.opening import open_source
 from credit_dp.data.sources.prepared import PreparedSource
 from credit_dp.domain_parallel.partition import RowPartition
@@ -247,7 +247,7 @@ def test_regridded_on_the_way(small: Path, tmp_path: Path) -> None:
     assert np.array_equal(source.longitude, target.longitude)
     data = stores.dataset(rows=9, columns=4, steps=7)
     grid = Grid(data["latitude"].values, data["longitude"].values)
-    using = Regridder(RowLayout.of(grid), target)
+    using = Regridder(CellLayout.of(grid), target)
     found = source.read([channel_of(source, "solar")], slice(0, 7), slice(1, 3))[:, 0]
     assert np.array_equal(found, using(data["solar"].values.reshape(7, -1))[:, 1:3])
     static = source.read([channel_of(source, "land_sea_mask")], slice(0, 1), slice(0, rows))

@@ -45,11 +45,7 @@ def check_may_compute(compute: bool, result: str, folder: Path) -> None:
 
 
 def cache_folder(path: str) -> Path:
-    """Return the cache folder, creating it if it does not exist.
-
-    Raises:
-        UserError: the folder cannot be created, or is not writable.
-    """
+    """Return the cache folder, creating it if it does not exist."""
     folder = expand_home("data.cache", path)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -112,9 +108,6 @@ def create_once(path: Path, is_complete: Callable[[Path], bool]) -> Iterator[Pat
 
     Args:
         is_complete: whether a path exists and is undamaged; a damaged one is removed.
-
-    Raises:
-        UserError: another user's files are in the way.
     """
     with lock_cached(path):
         # Only with the lock: the process that held it until now may have completed the path.
@@ -132,11 +125,7 @@ def create_once(path: Path, is_complete: Callable[[Path], bool]) -> Iterator[Pat
 
 @contextmanager
 def lock_cached(path: Path) -> Iterator[None]:
-    """Hold the lock file of a path in the cache; wait for a process that holds it.
-
-    Raises:
-        UserError: another user's lock file may not be opened.
-    """
+    """Hold the lock file of a path in the cache; wait for a process that holds it."""
     lock = FileLock(path.with_name(f"{path.name}.lock"))
     with explain_cache_errors(path):
         lock.acquire()
@@ -148,11 +137,7 @@ def lock_cached(path: Path) -> Iterator[None]:
 
 @contextmanager
 def explain_cache_errors(path: Path) -> Iterator[None]:
-    """Turn an error of the file system in the cache into one line.
-
-    Raises:
-        UserError: a file can't be written or removed.
-    """
+    """Turn an error of the file system in the cache into one line."""
     try:
         yield
     except OSError as error:

@@ -73,11 +73,7 @@ class Calendar:
         return self.text(time, next((x for x in units if time == time.astype(f"M8[{x}]")), "s"))
 
     def parse(self, key: str, text: str) -> np.datetime64:
-        """Return the time of an ISO text.
-
-        Raises:
-            UserError: this calendar has no such date; names the key of the config.
-        """
+        """Return the time of an ISO text."""
         try:
             if self.is_standard:
                 date = datetime.fromisoformat(text)

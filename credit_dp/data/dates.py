@@ -84,11 +84,7 @@ def times_needed(config: Config) -> dict[str, TimesNeeded]:
 
 
 def date_interval(key: str, text: str, calendar: Calendar = STANDARD) -> Interval:
-    """Return the first and last instant of an ISO date, which is a day unless it has a time.
-
-    Raises:
-        UserError: the calendar has no such date; names the key.
-    """
+    """Return the first and last instant of an ISO date, which is a day unless it has a time."""
     first = calendar.parse(key, text)
     if "T" in text or " " in text:
         return first, first
@@ -142,9 +138,6 @@ def resolve_dates(
 
     Args:
         needed: see `times_needed`; None: one time of each split.
-
-    Raises:
-        UserError: there are too few times, or dates in the config are not in the store.
     """
     requested = config.dates
     # A preset's dates belong together: if the store lacks one of them, all are replaced.

@@ -28,11 +28,7 @@ FieldArray = NDArray[np.float32]  # fields as they are read from stores
 
 
 def parse_grid(text: str) -> tuple[int, int]:
-    """Parse `"121x240"` into `(121, 240)`: latitude rows and longitude columns.
-
-    Raises:
-        UserError: the text is not of that form.
-    """
+    """Parse `"121x240"` into `(121, 240)`: latitude rows and longitude columns."""
     checks.grid("data.grid", text)
     rows, columns = text.split("x")
     return int(rows), int(columns)

@@ -447,11 +447,7 @@ class BatchReader:
         )
 
     def read_sample(self, batch: Batch, index: int, length: int = 1) -> None:
-        """Read and normalise one sample of a batch that was allocated for `length` steps.
-
-        Raises:
-            UserError: a field cannot be read, or a value is missing or out of range.
-        """
+        """Read and normalise one sample of a batch that was allocated for `length` steps."""
         frames, names = self._frames, self._store.channels.forcing
         offsets = frame_offsets(max(1, frames), self._store.config.step_hours, later=length)
         times = batch.times[index] + offsets[-length - frames :]

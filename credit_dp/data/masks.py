@@ -38,7 +38,6 @@ def with_masks(
     The log says how many points have values at some of these dates only.
 
     Raises:
-        UserError: a channel has no value at a date, or at no point values at all dates.
         NotComputedError: the cache has no masks, and `compute` is False.
     """
     if not store.filled_channels:
@@ -160,11 +159,7 @@ class Presence:
         return self._always
 
     def save(self, path: Path) -> None:
-        """Write the file that `load_masks` reads.
-
-        Raises:
-            UserError: see `masks`.
-        """
+        """Write the file that `load_masks` reads."""
         arrays: dict[str, Any] = {}
         for channel, always in self.masks().items():
             some = np.where(self._ever[channel], SOMETIMES, NEVER)

@@ -81,10 +81,6 @@ class ChannelScaler:
             variables: configs by variable; the default config for all others.
             statistics: of the same channels.
             dtype, device: of the normalised values.
-
-        Raises:
-            UserError: `minmax` needs a range, or `quantile` quantiles, that the statistics do not
-                have.
         """
         configs = [variables.get(name) or VariableConfig() for name in names]
         for channel, (name, config) in enumerate(zip(names, configs, strict=True)):

@@ -127,11 +127,7 @@ class SampleSequence:
     def __init__(
         self, count: int, batch_size: int, data_rank: int = 0, data_size: int = 1, seed: int = 0
     ) -> None:
-        """Shuffle `count` samples into global batches of `batch_size`.
-
-        Raises:
-            UserError: the batch does not divide among the data ranks, or there are too few samples.
-        """
+        """Shuffle `count` samples into global batches of `batch_size`."""
         if batch_size < 1 or batch_size % data_size:
             raise UserError(
                 f"data.batch_size: needs a multiple of the {data_size} data-parallel ranks, but "

@@ -252,11 +252,7 @@ def hint_at_hpa(key: str, wanted: Sequence[int], levels: Sequence[int]) -> str:
 
 
 def _common_levels(source: Source, config: DataConfig) -> Sequence[int]:
-    """Return the levels of all output variables on levels, in rising order.
-
-    Raises:
-        UserError: two of these variables have different levels.
-    """
+    """Return the levels of all output variables on levels, in rising order."""
     levels_of = _levels_by_variable(source, config)
     first = next(iter(levels_of), "")
     for name, levels in levels_of.items():
@@ -276,9 +272,6 @@ def data_step_indices(
 
     Args:
         origin: a time from which steps are counted.
-
-    Raises:
-        UserError: no two consecutive times are one step apart.
     """
     spacing = int(time_spacing(times) / np.timedelta64(1, "s"))
     step = 3600 * config.step_hours

@@ -158,7 +158,6 @@ def with_quickstart_store(
     """Return the config with the path of its store; build the quickstart's store if it is missing.
 
     Raises:
-        UserError: the cache cannot be written.
         NotComputedError: see `prepare_training_data`.
     """
     if config.name != "quickstart":
@@ -196,8 +195,6 @@ def load_or_fit_climatology(
     With `with_statistics`, missing statistics are computed in the same pass.
 
     Raises:
-        UserError: a field can't be read, or statistics are missing and no two of the dates are a
-            step apart.
         NotComputedError: it is missing, and `compute` is False.
     """
     path = climatology_path(store, folder, every)
@@ -224,11 +221,7 @@ def _no_progress(title: str, fraction: float) -> None:
 
 
 def open_on_own_grid(config: DataConfig) -> Store:
-    """Open a user's store for what it has on any grid, whatever `data.grid` says.
-
-    Raises:
-        UserError: the store does not fit the config.
-    """
+    """Open a user's store for what it has on any grid, whatever `data.grid` says."""
     return Store.open(config.on_grid(None))
 
 
@@ -236,9 +229,6 @@ def expected_channels(config: DataConfig) -> Channels:
     """Return the channels of a data config. A user's store is opened, the quickstart's is not.
 
     The config's levels are not checked against the quickstart's, so a plan may use those of ERA5.
-
-    Raises:
-        UserError: a variable does not exist, or the store does not fit the config.
     """
     if config.name != "quickstart":
         return open_on_own_grid(config).channels
@@ -273,11 +263,7 @@ class QuickstartTimes:
 def quickstart_times(
     config: DataConfig, needed: Mapping[str, TimesNeeded] | None = None
 ) -> QuickstartTimes:
-    """Return the times of the quickstart store and a config whose dates are among them.
-
-    Raises:
-        UserError: dates are outside the store, or no two times are one step apart.
-    """
+    """Return the times of the quickstart store and a config whose dates are among them."""
     times = np.concatenate([run.times for run in plan_runs(config.quickstart)]).astype("M8[ns]")
     # As `Store.open` does: times on the step, then dates that are `auto`, then all splits.
     times = times[data_step_indices(times, config, config.name)]
@@ -293,9 +279,6 @@ def expected_grid(config: DataConfig) -> Grid | GridShape:
     """Return rows and columns: the first of `data.grid`, the store and the quickstart.
 
     Whether it is a region is known from the store.
-
-    Raises:
-        UserError: the store does not fit the config, or the grid is too small.
     """
     if config.name == "quickstart":
         return GridShape(quickstart_grid(config))
@@ -306,21 +289,13 @@ def expected_grid(config: DataConfig) -> Grid | GridShape:
 
 
 def quickstart_grid(config: DataConfig) -> tuple[int, int]:
-    """Return rows and columns of `data.grid`, or the quickstart's default.
-
-    Raises:
-        UserError: the grid is too small.
-    """
+    """Return rows and columns of `data.grid`, or the quickstart's default."""
     requested = None if config.grid is None else parse_grid(config.grid)
     return resolve_grid(config.quickstart, requested)
 
 
 def planned_grid(config: DataConfig) -> GridShape:
-    """Return the `quickstart_grid` with the edges of the config's grid. A user's store is opened.
-
-    Raises:
-        UserError: the store does not fit the config.
-    """
+    """Return the `quickstart_grid` with the edges of the config's grid, from a user's store."""
     shape = quickstart_grid(config)
     if config.name == "quickstart":
         return GridShape(shape)

@@ -284,11 +284,7 @@ def add_moments(total: MomentsTable, channels: Sequence[Channel], moments: Seque
 def moments_to_statistics(
     store: Store, total: Mapping[str, Pair], quantiles: Quantiles = NO_QUANTILES
 ) -> StatisticsTable:
-    """Return the statistics of these moments and of the static fields.
-
-    Raises:
-        UserError: a channel has no value at all.
-    """
+    """Return the statistics of these moments and of the static fields."""
     empty = next((name for name, pair in total.items() if not pair[0].weight), None)
     if empty is not None:
         raise UserError(
@@ -432,11 +428,7 @@ class StatisticsFile:
             return None
 
     def save(self, path: Path) -> None:
-        """Write the file atomically, with all digits of each number.
-
-        Raises:
-            UserError: the file cannot be written.
-        """
+        """Write the file atomically, with all digits of each number."""
         content = {
             "form": FILE_FORMAT,
             "made_from": self.input_description,
@@ -526,11 +518,7 @@ def input_description(store: Store, every: int) -> dict[str, Any]:
 
 
 def write_statistics_file(path: Path, text: str) -> None:
-    """Write a file atomically; create its folder if there is none.
-
-    Raises:
-        UserError: the file cannot be written.
-    """
+    """Write a file atomically; create its folder if there is none."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         # A run that fits a climatology may save the same statistics without the lock of this file.
@@ -607,9 +595,6 @@ class StatisticsRun:
 
         Args:
             report: called with the number of fields processed so far.
-
-        Raises:
-            UserError: a field cannot be read, a channel is constant, or the disk is full.
         """
         process = partial(moments_of, quantiles=self.quantiles)
         num_done = self.num_done

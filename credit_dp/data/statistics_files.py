@@ -70,7 +70,6 @@ def load_statistics_files(
         compute: whether what the cache lacks may be computed.
 
     Raises:
-        UserError: a file can't be read, lacks a variable, or does not fit the config.
         NotComputedError: it may not be computed.
     """
     where = ", ".join(store.config.statistics_files)
@@ -141,11 +140,7 @@ def _read_and_check(store: Store, where: str) -> SampledStatistics | dict[str, d
 
 
 def _load_native_file(entries: Sequence[str]) -> StatisticsFile | None:
-    """Load a file that `credit-dp data stats` wrote; None if the entries are another kind.
-
-    Raises:
-        UserError: a local path does not exist.
-    """
+    """Load a file that `credit-dp data stats` wrote; None if the entries are another kind."""
     if len(entries) != 1 or is_remote(entries[0]):
         return None
     path = local_path(entries[0])
@@ -226,9 +221,6 @@ def read_external_statistics(entries: Sequence[str], store: Store) -> dict[str, 
 
     Returns:
         Statistics by channel name. A row lacks what the datasets lack; ranges are NaN.
-
-    Raises:
-        UserError: a dataset can't be read, or lacks a statistic that an output channel needs.
     """
     if len(entries) > len(SUFFIXES):
         raise UserError(
@@ -345,11 +337,7 @@ def _check_finite(value: float, channel: Channel, where: str) -> float:
 
 
 def _open_dataset(where: str) -> xr.Dataset:
-    """Open and load the dataset at a path or address.
-
-    Raises:
-        UserError: there is no readable dataset.
-    """
+    """Open and load the dataset at a path or address."""
     check_address(where)
     open_dataset = partial(open_shared_netcdf, local_path(where))
     try:

@@ -100,9 +100,6 @@ class Store:
             config: of the data.
             masks: see `with_masks`.
             origin: a time from which steps are counted.
-
-        Raises:
-            UserError: a variable, level, unit or time axis does not fit the config.
         """
         config = without_absent_statics(source, config)
         self.config = config
@@ -260,11 +257,7 @@ class Store:
         return fields
 
     def check_static(self) -> None:
-        """Refuse static fields that differ between members.
-
-        Raises:
-            UserError: there are some, or a field can't be read.
-        """
+        """Refuse static fields that differ between members."""
         if not any(self.source.variables[x.variable].has_members for x in self._static):
             return
         fields = self.member(0).read_static(slice(None))
@@ -518,10 +511,6 @@ class StepReader:
             config: gives step, conversions and the variables that are accumulated.
             variables: names of the variables to read.
             origin: a time from which steps are counted.
-
-        Raises:
-            UserError: the step does not fit the source's times, no sum is complete, or a conversion
-                of units is unknown.
         """
         self._source = source
         names = list(variables)
@@ -667,11 +656,7 @@ class StepReader:
 def _sum_windows_of(
     source: Source, config: DataConfig, name: str, indices: NDArray[np.intp]
 ) -> SumWindows:
-    """Return the windows of a variable over the step that ends at each of some times.
-
-    Raises:
-        UserError: the store says what the sums are, and they fill no step.
-    """
+    """Return the windows of a variable over the step that ends at each of some times."""
     step = np.timedelta64(config.step_hours, "h")
     bounds = source.sum_bounds(name)
     if (bounds[:, 0] == bounds[:, 1]).any():

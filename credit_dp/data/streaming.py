@@ -59,11 +59,7 @@ class TrainingDates:
         return cls(indices, np.full(len(indices), -1))
 
     def check_pairs(self, store: Store, every: int = 1) -> None:
-        """Check that there are pairs of dates, from which statistics of tendencies are computed.
-
-        Raises:
-            UserError: none of these dates of the store has another training date a step later.
-        """
+        """Check that there are pairs of dates, from which statistics of tendencies are computed."""
         if (self.next_indices < 0).all():
             nth = f"every={every}: " if every > 1 else ""
             raise UserError(
@@ -160,9 +156,6 @@ def stream_windows(
     """Read a piece: each date once, and once each pair whose first date is in the piece.
 
     Without `checked`, values may be missing or out of range.
-
-    Raises:
-        UserError: a field cannot be read, or has NaN where it may not.
     """
     indices = dates.indices[piece.first : piece.stop]
     next_indices = dates.next_indices[piece.first : piece.stop]
@@ -232,11 +225,7 @@ class PieceWorkers:
     def __init__(
         self, store: Store, dates: TrainingDates, threads: int = 1, scheduler: str = ""
     ) -> None:
-        """Start threads or, with the address of a scheduler, connect to it.
-
-        Raises:
-            UserError: it does not answer, has no workers, or `distributed` is not installed.
-        """
+        """Start threads or, with the address of a scheduler, connect to it."""
         self._client = connect_to_scheduler(scheduler) if scheduler else None
         self._executor: Executor
         if self._client is None:
@@ -286,9 +275,6 @@ def connect_to_scheduler(address: str) -> Any:
     """Return a `distributed.Client` of the scheduler at an address like `tcp://HOST:PORT`.
 
     It is not made the default of this process: dask computes elsewhere as it did before.
-
-    Raises:
-        UserError: no scheduler answers, or `distributed` is not installed.
     """
     try:
         from distributed import Client

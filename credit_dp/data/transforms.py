@@ -200,9 +200,6 @@ def sample_quantiles(store: Store, dates: TrainingDates) -> dict[str, Vector]:
     all members are one row): at all points or, if these were more than `QUANTILE_VALUES` values, in
     every n-th column, which are others at each date. The result depends neither on chunks nor on
     processes.
-
-    Raises:
-        UserError: a field cannot be read.
     """
     positions = evenly_spaced_indices(store.num_members * len(dates.indices), QUANTILE_DATES)
     samples = [divmod(position, len(dates.indices)) for position in positions]

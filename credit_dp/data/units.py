@@ -283,9 +283,6 @@ def parse_conversion(text: str) -> tuple[float, float]:
     """Parse `FROM->TO` into `(scale, offset)`, with new = old * scale + offset.
 
     FROM may equal TO: then values do not change.
-
-    Raises:
-        UserError: the conversion is unknown.
     """
     old, new = _split_conversion(text)
     if old == new:
@@ -394,11 +391,7 @@ def _check_unconverted(
 def _check_converted(
     where: str, name: str, variable: VariableInfo, known: KnownVariable, convert: str
 ) -> _UnitMismatch | None:
-    """Return the mismatch of a conversion with the store's unit; None if they agree.
-
-    Raises:
-        UserError: the conversion is unknown, or does not lead to the expected unit.
-    """
+    """Return the mismatch of a conversion with the store's unit; None if they agree."""
     key = f"data.variables.{name}.convert"
     old, new = _split_conversion(convert)
     unit, needed = canonical_unit(variable.units), canonical_unit(known.unit)

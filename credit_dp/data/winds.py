@@ -143,9 +143,6 @@ def turn_of(name: str, grid: Grid, where: str, to_grid: bool) -> Turn:
     Args:
         where: what has the winds, with its key, for a message.
         to_grid: whether to turn from eastward and northward to the axes, not back.
-
-    Raises:
-        UserError: the axes of the grid are not at right angles.
     """
     angle = angle_of_axes(grid)
     skew = np.abs(np.sin(_angle_from_east(grid, axis=1) - angle - np.pi / 2))

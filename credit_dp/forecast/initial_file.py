@@ -24,7 +24,7 @@ from credit_dp.data.calendar import STANDARD, Calendar, Times, calendar_of, deco
 from credit_dp.data.channels import Channel
 from credit_dp.data.grid import FULL_CIRCLE, FieldArray, Grid, turns
 from credit_dp.data.limits import find_missing
-from credit_dp.data.regrid import PointInterpolation, Regridder, CellLayout
+from credit_dp.data.regrid import CellLayout, PointInterpolation, Regridder
 from credit_dp.data.sampling import frame_offsets
 from credit_dp.data.sources.address import is_remote
 from credit_dp.data.sources.coordinates import decode_durations

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from credit_dp.data.grid import Grid, row_weights
-from credit_dp.data.regrid import Regridder, CellLayout, regular_grid
+from credit_dp.data.regrid import CellLayout, Regridder, regular_grid
 from tests.tables import each
 
 EXACT = 1e-12

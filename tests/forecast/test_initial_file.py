@@ -10,7 +10,7 @@ import xarray as xr
 
 from credit_dp.config import DatesConfig
 from credit_dp.data.grid import Grid, degrees_east, row_edges, row_weights
-from credit_dp.data.regrid import Regridder, CellLayout, regular_grid
+from credit_dp.data.regrid import CellLayout, Regridder, regular_grid
 from credit_dp.data.sources.grib_file import GribFile, load_eccodes
 from credit_dp.data.store import Store
 from credit_dp.data.units import GRAVITY

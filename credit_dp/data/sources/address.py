@@ -58,22 +58,14 @@ def is_remote(where: str) -> bool:
 
 
 def local_path(where: str) -> Path:
-    """Return the path of a local store, given as a path or as `file://...`.
-
-    Raises:
-        UserError: it begins with `~USER` and there is no such user.
-    """
+    """Return the path of a local store, given as a path or as `file://...`."""
     for protocol in LOCAL_PROTOCOLS:
         where = where.removeprefix(f"{protocol}://")
     return expand_home("data.store", where)
 
 
 def absolute_address(where: str) -> str:
-    """Return an address that is valid in every working folder.
-
-    Raises:
-        UserError: it begins with `~USER` and there is no such user.
-    """
+    """Return an address that is valid in every working folder."""
     outer, chain, inner = where.rpartition("::")  # of an archive, such as zip::file://era5.zip
     if is_remote(inner):
         return where
@@ -162,9 +154,6 @@ def expand_pattern(where: str) -> list[str]:
 
     An address without a pattern is returned as it is, and so is a local path that exists under
     the very name of the pattern.
-
-    Raises:
-        UserError: nothing matches, or the folder can't be listed.
     """
     check_address(where)
     if not has_magic(where) or (not is_remote(where) and local_path(where).exists()):
@@ -274,11 +263,7 @@ def _any_set(names: tuple[str, ...]) -> bool:
 
 
 def first_bytes(path: Path, count: int) -> bytes:
-    """Return the first bytes of a file, by which its format is known.
-
-    Raises:
-        UserError: it can't be read.
-    """
+    """Return the first bytes of a file, by which its format is known."""
     try:
         with path.open("rb") as file:
             return file.read(count)

@@ -154,11 +154,7 @@ class AnemoiSource(Source):
 
     @classmethod
     def open(cls, where: str) -> "AnemoiSource":
-        """Open the dataset at a path or address.
-
-        Raises:
-            UserError: there is no dataset, or its cells are not in rows.
-        """
+        """Open the dataset at a path or address."""
         return cls(*open_stacked(where, ("data",)), where)
 
     def read(self, channels: Sequence[Channel], times: Indexer, rows: slice) -> FieldArray:
@@ -202,11 +198,7 @@ class AnemoiSource(Source):
 def _read_variables(
     attributes: Mapping[str, Any], data: zarr.Array[Any], where: str
 ) -> AnemoiVariables:
-    """Return the variables of a dataset.
-
-    Raises:
-        UserError: the array needs one name for each variable.
-    """
+    """Return the variables of a dataset."""
     if data.ndim != 4:
         raise UserError(
             f"{where}: data needs the dims time, variable, ensemble, cell, but has "
@@ -222,11 +214,7 @@ def _read_variables(
 
 
 def _read_dates(group: zarr.Group, data: zarr.Array[Any], where: str) -> Times:
-    """Return all dates of the array, `(T,)`, including missing ones.
-
-    Raises:
-        UserError: the array `dates` does not hold one date for each time.
-    """
+    """Return all dates of the array, `(T,)`, including missing ones."""
     dates = read_array(group, "dates", where)
     if not np.issubdtype(dates.dtype, np.datetime64) or dates.shape != data.shape[:1]:
         raise UserError(

@@ -70,9 +70,6 @@ class FilesSource(_CombinedSource):
 
         Args:
             where: the address for messages, such as the pattern that the files match.
-
-        Raises:
-            UserError: their times overlap, or their latitudes or longitudes differ.
         """
         self.where = where
         self._sources = _from_one_meridian(sorted(sources, key=lambda source: source.times[0]))
@@ -154,11 +151,7 @@ class FilesSource(_CombinedSource):
 
 
 def _common_members(sources: Sequence[Source]) -> tuple[int, ...]:
-    """Return the members that all sources have; without several, those of the first with one.
-
-    Raises:
-        UserError: one has several, and another one has others.
-    """
+    """Return the members that all sources have; without several, those of the first with one."""
     first = max(sources, key=lambda source: len(source.members))
     for other in sources:
         if len(first.members) > 1 and other.members != first.members:
@@ -286,9 +279,6 @@ class JoinedSource(_CombinedSource):
             timeless: stores of static fields; if they have a time, it is ignored.
             static: names that are used as static fields. They are read from a timeless store if
                 one has them; all other names from a store in which they change in time.
-
-        Raises:
-            UserError: the grids differ, or there is no time in common.
         """
         all_sources = _from_one_meridian([*sources, *timeless])
         first = all_sources[0]
@@ -447,11 +437,7 @@ def _without_time(variables: Mapping[str, VariableInfo]) -> AliasedVariables:
 
 
 def _check_common_times(sources: Sequence[Source]) -> None:
-    """Refuse sources without a time in common, and log how many of the times of each are.
-
-    Raises:
-        UserError: there is no time in common.
-    """
+    """Refuse sources without a time in common, and log how many of the times of each are."""
     common: Times = reduce(np.intersect1d, [source.times for source in sources])
     if len(common) == 0:
         ranges = ", ".join(

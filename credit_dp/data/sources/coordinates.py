@@ -139,9 +139,6 @@ def with_points(dataset: xr.Dataset, where: str) -> xr.Dataset:
     Those that repeat at each time, as xarray's `open_mfdataset` joins them, become constant. If
     there are none, they are computed from the grid mapping and the coordinates of its axes. Any
     other dataset is returned unchanged.
-
-    Raises:
-        UserError: the points move, or can't be computed.
     """
     repeated = _repeated_points(dataset)
     for name in repeated:
@@ -349,9 +346,6 @@ def standardise_dims(dataset: xr.Dataset, where: str) -> xr.Dataset:
     these get the names latitude and longitude, without coordinates; see `projected_grid`.
 
     Coordinates that are not dims, such as the number of an ensemble member, are dropped.
-
-    Raises:
-        UserError: the grid does not consist of rows and columns.
     """
     valid = dataset.coords.get("valid_time")
     time_dim = None if valid is None or valid.ndim != 1 else str(valid.dims[0])
@@ -492,11 +486,7 @@ def are_consecutive(levels: Sequence[float]) -> bool:
 
 
 def whole_number_levels(dataset: xr.Dataset, where: str, key: str) -> tuple[int, ...]:
-    """Return the levels in the store's order; empty if it has no level dim.
-
-    Raises:
-        UserError: the level coordinate has no values, or they are not unique whole numbers.
-    """
+    """Return the levels in the store's order; empty if it has no level dim."""
     if "level" not in dataset.dims:
         return ()
     if "level" not in dataset.coords:
@@ -560,9 +550,6 @@ def check_coordinates(
 
     Args:
         grid: with None, that of the dataset's one-dimensional coordinates.
-
-    Raises:
-        UserError: a coordinate is missing, time does not increase, or see `Grid.check`.
     """
     needed = [*(["time"] if timed else []), *(HORIZONTAL if grid is None else ())]
     for dim in needed:
@@ -625,11 +612,7 @@ def _check_time(dataset: xr.Dataset, where: str) -> None:
 def decode_durations(
     variable: xr.Variable, name: str, where: str, key: str
 ) -> NDArray[np.timedelta64]:
-    """Return lead times; netCDF and older zarr stores have numbers with a unit.
-
-    Raises:
-        UserError: the unit is unknown, or a value is missing.
-    """
+    """Return lead times; netCDF and older zarr stores have numbers with a unit."""
     decoded = variable
     if variable.dtype.kind != "m":
         try:

@@ -85,11 +85,7 @@ GridOfFields = tuple[Degrees, Degrees, Sequence[int]]
 
 @cache
 def load_eccodes(key: str) -> Any:
-    """Return the package that codes GRIB.
-
-    Raises:
-        UserError: it is not installed; names the key that needs it.
-    """
+    """Return the package that codes GRIB."""
     # Each brings its own copy of PROJ's C library: pyproj fails, and Python crashes at its end, if
     # it is imported after ecCodes, which xarray loads with cfgrib. Nothing here needs pyproj.
     if "eccodes" not in sys.modules:
@@ -174,11 +170,7 @@ def _check_size(eccodes: Any, message: Any) -> None:
 
 
 def _check_points(message: Any, where: str) -> None:
-    """Refuse points that `GribField` would have elsewhere.
-
-    Raises:
-        UserError: says how they lie.
-    """
+    """Refuse points that `GribField` would have elsewhere."""
     grid, problem = message["gridType"], ""
     has_mode = message["edition"] == 2 and grid in {*GRIDS, *PROJECTIONS}
     if grid == REDUCED and any(message[key] for key in SCANNING_KEYS):
@@ -356,9 +348,6 @@ class GribFile(Mapping[Any, Any]):
         Args:
             named: whether `messages` will be called; short names and units take long to find.
             cut_off: whether a file that is cut off after some messages is opened, too.
-
-        Raises:
-            UserError: it can't be read, is cut off, or has no messages.
         """
         eccodes = load_eccodes(key)
         import cfgrib
@@ -456,9 +445,6 @@ class GribFile(Mapping[Any, Any]):
         Args:
             reduced: whether it may be a reduced Gaussian grid, whose rows differ in length.
             projected: whether it may be on a projection.
-
-        Raises:
-            UserError: fields are on different grids, or on one that can't be read.
         """
         where = f"{self.key}: {self.path}"
         # Sections of one grid differ in the order of points, or in the flag of winds.
@@ -519,9 +505,6 @@ class GribFile(Mapping[Any, Any]):
 
         Of a reduced grid these are the points of all rows, `(N,)`, in the same order; on a
         projection rows are those of `read_grid`.
-
-        Raises:
-            UserError: it can't be decoded, or its checksum is wrong.
         """
         try:
             with LIBRARY_LOCK:
@@ -581,9 +564,6 @@ def open_grib(path: Path) -> list[xr.Dataset]:
 
     Fields are ordered by their valid time, whether they are analyses or forecasts. The times have
     bounds, by the steps of the messages.
-
-    Raises:
-        UserError: it can't be read, or has two fields of one variable at the same time.
     """
     fields = GribFile.open(path, "data.store", named=False)
     groups: dict[tuple[str, ...], list[Any]] = {}

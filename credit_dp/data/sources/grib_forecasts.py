@@ -31,9 +31,6 @@ def open_grib_forecasts(path: Path) -> xr.Dataset:
     """Open the forecasts in a GRIB file: dims time, prediction_timedelta, number, level and rows.
 
     Variables have their long names and usual units.
-
-    Raises:
-        UserError: it can't be read, its grid has no rows and columns, or a field is there twice.
     """
     file = GribFile.open(path, KEY)
     latitude, longitude, _ = file.read_grid(projected=True)
@@ -101,9 +98,6 @@ class _ForecastArray(BackendArray):
 
     Args:
         axes: the coordinates of all dims but rows and columns.
-
-    Raises:
-        UserError: a field is there twice.
     """
 
     def __init__(

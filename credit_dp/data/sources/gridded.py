@@ -109,11 +109,7 @@ _compared: set[tuple[str, str]] = set()  # stores, which workers open again and 
 
 
 def open_zarr_dataset(where: str) -> tuple[xr.Dataset, CountingStore]:
-    """Open a zarr store of format 2 or 3, consolidated or not, with a counter of its reads.
-
-    Raises:
-        UserError: there is no store, or zarr can't read it.
-    """
+    """Open a zarr store of format 2 or 3, consolidated or not, with a counter of its reads."""
     counting_store = open_zarr_store(where)
     consolidated = False
     undated = partial(xr.open_zarr, counting_store, chunks=None)
@@ -152,9 +148,6 @@ def _check_chunk_files(where: str, store: Store, arrays: Mapping[str, zarr.Array
 
     Local netCDF files are compared, evenly spaced ones of many. Messages of GRIB need no check:
     each says how it is packed.
-
-    Raises:
-        UserError: packing, missing value, type or unit of a variable differs.
     """
     version = where, version_stamp(where)
     if version in _compared:
@@ -234,9 +227,6 @@ def check_dates(where: str, dataset: xr.Dataset, open_dataset: Callable[..., xr.
 
     One that is missing or infinite becomes the date that the units count from. Years in units are
     read right only if they have four digits.
-
-    Raises:
-        UserError: there is one.
     """
     for name, array in dataset.variables.items():
         year = YEAR_OF_UNITS.search(str(array.encoding.get("units", "")))
@@ -383,9 +373,6 @@ def open_netcdf(where: str) -> tuple[xr.Dataset, RequestedBytesCounter]:
     """Open a local netCDF file, with a counter of its reads.
 
     The netCDF library is not thread-safe: xarray holds one lock of the process while it works.
-
-    Raises:
-        UserError: there is no file, or it can't be read.
     """
     if is_remote(where):
         raise UserError(
@@ -562,11 +549,7 @@ class GriddedSource(Source):
 
     @classmethod
     def open(cls, where: str, static: Collection[str] = ()) -> "GriddedSource":
-        """Open the zarr store at a path or address, or the netCDF file at a path.
-
-        Raises:
-            UserError: there is no store, or its coordinates don't fit.
-        """
+        """Open the zarr store at a path or address, or the netCDF file at a path."""
         dataset: xr.Dataset
         counter: DatasetCounter
         dataset, counter = open_netcdf(where) if is_netcdf(where) else open_zarr_dataset(where)
@@ -574,11 +557,7 @@ class GriddedSource(Source):
 
     @classmethod
     def open_grib(cls, where: str, static: Collection[str] = ()) -> "list[GriddedSource]":
-        """Open the GRIB file at a path: a source for each variable and kind of level.
-
-        Raises:
-            UserError: see `open_grib`, or its grid does not fit.
-        """
+        """Open the GRIB file at a path: a source for each variable and kind of level."""
         datasets = open_grib(local_path(where))
         return [cls(dataset, RequestedBytesCounter(), where, static) for dataset in datasets]
 
@@ -719,11 +698,7 @@ class GriddedSource(Source):
     def _read_selection(
         self, array: xr.Variable, selection: dict[str, Indexer], name: str
     ) -> NDArray[np.generic]:
-        """Read a selection, in the store's order of dims and in its type.
-
-        Raises:
-            UserError: the values can't be read, or the store has changed.
-        """
+        """Read a selection, in the store's order of dims and in its type."""
         absent = self._counter.absent_chunks
         try:
             values = self._read_counted(array, selection)

@@ -51,9 +51,6 @@ def open_source(config: DataConfig) -> Source:
     Several entries are joined: along time if their times don't overlap, otherwise by variables.
     A store is static if it has no time axis, if it has one time and other stores have many, or if
     all its variables are known to be constant.
-
-    Raises:
-        UserError: a store is missing or can't be read, or its coordinates don't fit.
     """
     if not config.stores:
         raise UserError("data.store: needs the path of a zarr store, but is empty. Set it.")
@@ -98,9 +95,6 @@ def open_single_source(where: str, static: Collection[str] = ()) -> Source:
 
     Args:
         static: names that are used as static fields, see `StoredNames.of`.
-
-    Raises:
-        UserError: there is no store that can be read.
     """
     check_address(where)
     if is_netcdf(where):
@@ -269,11 +263,7 @@ def _timed_variables(source: Source) -> frozenset[tuple[str, tuple[int, ...]]]:
 
 
 def _check_groups(groups: Sequence[Sequence[Source]], pattern: str) -> None:
-    """Refuse groups of files of one pattern if it is ambiguous how they belong together.
-
-    Raises:
-        UserError: two groups share a variable, or have no time in common.
-    """
+    """Refuse groups of files of one pattern if it is ambiguous how they belong together."""
     for first, second in combinations(groups, 2):
         shared = {name for name, _ in _timed_variables(first[0]) & _timed_variables(second[0])}
         times = np.concatenate([source.times for source in first])

@@ -18,12 +18,7 @@ logger = logging.getLogger(__name__)
 
 
 def regridded(source: Source, config: DataConfig) -> Source:
-    """Return a source on `data.grid`; the source itself if it is on it, or without a grid.
-
-    Raises:
-        UserError: `data.regrid=rows` is set for a source without such cells, or the grid has only
-            one row.
-    """
+    """Return a source on `data.grid`; the source itself if it is on it, or without a grid."""
     cells = source.cells if source.cells is not None and not source.cells.is_regular else None
     if config.regrid == ROWS and cells is None:
         raise UserError(

@@ -53,9 +53,6 @@ class CellRows:
 
         Args:
             name: of the grid, if the store has one.
-
-        Raises:
-            UserError: the cells are not sorted into rows, or a row does not go round the globe.
         """
         self.description = f"{where}: is on {_describe(len(latitudes), name)}"
         self.latitudes, self.longitudes = latitudes, longitudes

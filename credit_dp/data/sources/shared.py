@@ -131,11 +131,7 @@ class SharedSource(SourceWrapper):
         return self._state.stopped
 
     def read(self, channels: Sequence[Channel], times: Indexer, rows: slice) -> FieldArray:
-        """Read this rank's band `rows` of chunks that the ranks decode in turn.
-
-        Raises:
-            UserError: a read failed, on any rank.
-        """
+        """Read this rank's band `rows` of chunks that the ranks decode in turn."""
         if self._state.error is not None:
             raise self._state.error
         # Without collectives, as on every other rank.
@@ -162,9 +158,6 @@ class SharedSource(SourceWrapper):
 
         A rank that met an error must have called `fail`. Otherwise the others would use what they
         have read and wait for it in a collective elsewhere, while it waits for them here.
-
-        Raises:
-            UserError: the first problem of another rank.
         """
         if self._state.error is not None:
             raise self._state.error
@@ -254,11 +247,7 @@ class SharedSource(SourceWrapper):
         return np.concatenate(bands)
 
     def _raise_any_problem(self) -> None:
-        """Raise an error if any rank reports one.
-
-        Raises:
-            UserError: the first problem of another rank.
-        """
+        """Raise an error if any rank reports one."""
         problem = next(filter(None, self._exchange.gather_problems("")), None)
         if problem is not None:
             self._state.error = UserError(problem)

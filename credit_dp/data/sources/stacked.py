@@ -40,11 +40,7 @@ from credit_dp.errors import UserError
 
 
 def open_stacked(where: str, arrays: Sequence[str]) -> tuple[zarr.Group, CountingStore]:
-    """Open a zarr group in which all chunks of `arrays` are required, with a counter of its reads.
-
-    Raises:
-        UserError: there is no store, or zarr can't read it.
-    """
+    """Open a zarr group in which all chunks of `arrays` are required; reads are counted."""
     counting_store = open_zarr_store(where)
     try:
         opened = open_current_group(counting_store, where)
@@ -60,11 +56,7 @@ def open_stacked(where: str, arrays: Sequence[str]) -> tuple[zarr.Group, Countin
 
 
 def get_array(group: zarr.Group, name: str, where: str) -> "zarr.Array[Any]":
-    """Return one array of the group.
-
-    Raises:
-        UserError: it is missing.
-    """
+    """Return one array of the group."""
     array = group.get(name)
     if not isinstance(array, zarr.Array):
         raise UserError(f"{where}: has no array {name}. Change data.store.")
@@ -72,11 +64,7 @@ def get_array(group: zarr.Group, name: str, where: str) -> "zarr.Array[Any]":
 
 
 def read_array(group: zarr.Group, name: str, where: str) -> NDArray[Any]:
-    """Read all values of a small array.
-
-    Raises:
-        UserError: the array is missing, or can't be read.
-    """
+    """Read all values of a small array."""
     array = get_array(group, name, where)
     try:
         return np.asarray(array[...])

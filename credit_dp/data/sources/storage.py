@@ -172,11 +172,7 @@ class CountingStore(RangeByRangeStore):
 
 
 def open_zarr_store(where: str) -> CountingStore:
-    """Open the zarr store at a path or address for reading.
-
-    Raises:
-        UserError: the path does not exist, or the address can't be used.
-    """
+    """Open the zarr store at a path or address for reading."""
     check_address(where)
     if is_icechunk(where):
         return CountingStore(open_icechunk(where))
@@ -201,9 +197,6 @@ def open_current_group(store: Store, where: str) -> zarr.Group:
     A store that was extended or changed without consolidating it again would be read as it was
     before. All arrays of a local store are compared with their own metadata; of a remote store,
     where each costs a round trip, those of the times.
-
-    Raises:
-        UserError: the metadata are out of date, and the server can't list the arrays.
     """
     group = zarr.open_group(store, mode="r")
     if group.metadata.consolidated_metadata is None:
@@ -277,9 +270,6 @@ def version_stamp(where: str, arrays: Sequence[str] | None = None) -> str:
     Args:
         where: its path or address.
         arrays: the zarr arrays that are read; None for all of a folder.
-
-    Raises:
-        UserError: the store can't be read or reached.
     """
     try:
         if is_icechunk(where):
@@ -484,22 +474,14 @@ class StoreChangeDetector:
         self._initial_state = self._current_state()
 
     def after_read(self, suspicious: bool) -> None:
-        """Check now and then, and always after a `suspicious` read.
-
-        Raises:
-            UserError: the store has changed.
-        """
+        """Check now and then, and always after a `suspicious` read."""
         self._reads += 1
         is_due = self._reads % READS_BETWEEN_CHECKS == 0
         if not self._remote and (suspicious or is_due):
             self.check()
 
     def check(self) -> None:
-        """Check now.
-
-        Raises:
-            UserError: the store has changed.
-        """
+        """Check now."""
         try:
             changed = self._current_state() != self._initial_state
         except (OSError, UserError):  # the caller reports the failed read itself

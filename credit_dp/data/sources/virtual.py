@@ -109,11 +109,7 @@ def open_icechunk(where: str) -> "icechunk.IcechunkStore":
 
 
 def snapshot_id(where: str) -> str:
-    """Return the number of the snapshot that an address names now, as a branch moves on.
-
-    Raises:
-        UserError: see `open_icechunk`.
-    """
+    """Return the number of the snapshot that an address names now, as a branch moves on."""
     return open_icechunk(where).session.snapshot_id
 
 
@@ -155,11 +151,7 @@ def _split_version(where: str) -> tuple[str, str, str]:
 
 
 def _storage(address: str) -> "icechunk.Storage":
-    """Return where a repository lies, with the same credentials as other remote stores.
-
-    Raises:
-        UserError: it is neither a path nor at `s3://` or `gs://`.
-    """
+    """Return where a repository lies, with the same credentials as other remote stores."""
     import icechunk
 
     if not is_remote(address):
@@ -239,7 +231,6 @@ def open_references(where: str) -> ReferenceStore:
     """Open kerchunk references, a JSON file or a folder of parquet files.
 
     Raises:
-        UserError: there are none that can be read, or a package is missing.
         UnreachableError: they are remote and the server does not answer.
     """
     try:
@@ -312,9 +303,6 @@ def check_allowed(address: object, where: str, folders: Sequence[str]) -> None:
 
     Args:
         where: the repository or reference file that names it.
-
-    Raises:
-        UserError: it is in none of them.
     """
     if isinstance(address, str) and any(_is_inside(address, folder) for folder in folders):
         return

@@ -32,9 +32,6 @@ def with_cf_coordinates(dataset: xr.Dataset, where: str) -> xr.Dataset:
     """Return WRF's output with dates, latitudes, longitudes and projection as CF has them.
 
     Model levels are numbered from 1 at the ground. Any other dataset is returned unchanged.
-
-    Raises:
-        UserError: the grid moves, or a date can't be read.
     """
     if not {"XLAT", "XLONG"} <= dataset.variables.keys():
         return dataset

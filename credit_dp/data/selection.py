@@ -19,11 +19,7 @@ from credit_dp.data.calendar import Times
 from credit_dp.data.channels import Channel, Channels, expand_channels, suggest_names
 from credit_dp.data.dates import EPOCH, indices_on_step, time_spacing
 from credit_dp.data.forcings import COMPUTED_FORCINGS, COMPUTED_STATICS
-from credit_dp.data.sources.source import (
-    Source,
-    all_names,
-    is_listed,
-)
+from credit_dp.data.sources.source import Source, all_names, is_listed
 from credit_dp.errors import UserError, counted
 from credit_dp.variable_names import long_name
 

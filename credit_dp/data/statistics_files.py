@@ -27,7 +27,7 @@ from credit_dp.data.sources.address import (
     reason_of,
     redact_secrets,
 )
-from credit_dp.data.sources.gridded import dates_error, open_shared_netcdf
+from credit_dp.data.sources.datasets import dates_error, open_shared_netcdf
 from credit_dp.data.sources.storage import open_current_group, open_zarr_store
 from credit_dp.data.statistics import (
     IDENTITY_STATISTICS,

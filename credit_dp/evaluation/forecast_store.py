@@ -29,9 +29,9 @@ from credit_dp.data.sources.coordinates import (
     standardise_dims,
     whole_number_levels,
 )
+from credit_dp.data.sources.datasets import is_netcdf, open_netcdf, open_zarr_dataset
 from credit_dp.data.sources.grib_file import is_grib
 from credit_dp.data.sources.grib_forecasts import open_grib_forecasts
-from credit_dp.data.sources.gridded import is_netcdf, open_netcdf, open_zarr_dataset
 from credit_dp.data.sources.source import as_slice
 from credit_dp.data.winds import (
     Turn,

@@ -19,7 +19,7 @@ from credit_dp.data.calendar import STANDARD, Calendar, Times, are_dates, calend
 from credit_dp.data.grid import FULL_CIRCLE, POLE, Degrees
 from credit_dp.data.sources.address import is_remote, local_path, reason_of, redact_secrets
 from credit_dp.data.sources.coordinates import find_coordinates
-from credit_dp.data.sources.gridded import is_netcdf, open_netcdf, open_zarr_dataset
+from credit_dp.data.sources.datasets import is_netcdf, open_netcdf, open_zarr_dataset
 from credit_dp.data.units import find_known
 from credit_dp.errors import UserError
 from credit_dp.evaluation.alignment import translate_error_keys

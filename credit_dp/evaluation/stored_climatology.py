@@ -26,7 +26,7 @@ from credit_dp.data.sources.coordinates import (
     projected_grid,
     standardise_dims,
 )
-from credit_dp.data.sources.gridded import is_netcdf, open_netcdf, open_zarr_dataset
+from credit_dp.data.sources.datasets import is_netcdf, open_netcdf, open_zarr_dataset
 from credit_dp.data.sources.source import Source, as_slice
 from credit_dp.data.units import UNSPECIFIED_UNITS, canonical_unit
 from credit_dp.data.winds import lies_along_grid, stated_name, wind_difference

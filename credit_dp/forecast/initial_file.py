@@ -28,15 +28,15 @@ from credit_dp.data.regrid import CellLayout, PointInterpolation, Regridder
 from credit_dp.data.sampling import frame_offsets
 from credit_dp.data.sources.address import is_remote
 from credit_dp.data.sources.coordinates import decode_durations
-from credit_dp.data.sources.grib_file import GribFile, Message, is_grib
-from credit_dp.data.sources.grib_names import MODEL, OTHER_NAMES, PRESSURE, SINGLE
-from credit_dp.data.sources.gridded import (
+from credit_dp.data.sources.datasets import (
     DatasetCounter,
-    GriddedSource,
     begins_as_netcdf,
     open_netcdf,
     open_zarr_dataset,
 )
+from credit_dp.data.sources.grib_file import GribFile, Message, is_grib
+from credit_dp.data.sources.grib_names import MODEL, OTHER_NAMES, PRESSURE, SINGLE
+from credit_dp.data.sources.gridded import GriddedSource
 from credit_dp.data.sources.rows import CellRows
 from credit_dp.data.sources.source import describe_members
 from credit_dp.data.sources.storage import version_stamp

@@ -26,16 +26,12 @@ from credit_dp.data.sources.address import (
 )
 from credit_dp.data.sources.anemoi import AnemoiSource
 from credit_dp.data.sources.combined import FilesSource, JoinedSource
+from credit_dp.data.sources.datasets import is_netcdf
 from credit_dp.data.sources.grib_file import is_grib
-from credit_dp.data.sources.gridded import GriddedSource, is_netcdf
+from credit_dp.data.sources.gridded import GriddedSource
 from credit_dp.data.sources.prepared import METADATA_ATTRIBUTE, PreparedSource
 from credit_dp.data.sources.regridded import regridded
-from credit_dp.data.sources.source import (
-    Source,
-    describe_members,
-    describe_sums,
-    with_model_levels,
-)
+from credit_dp.data.sources.source import Source, describe_members, describe_sums, with_model_levels
 from credit_dp.data.sources.storage import open_zarr_store
 from credit_dp.data.sources.virtual import is_reference
 from credit_dp.data.units import is_accumulated

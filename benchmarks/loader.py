@@ -37,7 +37,7 @@ from credit_dp.data.rechunk.target import shard_options
 from credit_dp.data.sampling import SampleSequence
 from credit_dp.data.setup import prepare_training_data
 from credit_dp.data.sources.prepared import METADATA_ATTRIBUTE, PreparedMetadata
-from credit_dp.data.store import all_finite
+from credit_dp.data.limits import all_finite
 from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.domain_parallel.convert import shard_model
 from credit_dp.fields import Fields

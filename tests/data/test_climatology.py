@@ -178,7 +178,7 @@ def test_bands_and_pieces_do_not_change_it(tmp_path, monkeypatch):
     whole = opened_daily(data, tmp_path / "one.zarr").climatology
     monkeypatch.setattr("credit_dp.data.climatology.SUM_BYTES", 8 * 4 * 5 * 4 * 2)
     monkeypatch.setattr("credit_dp.data.climatology.CACHE_BYTES", 1)
-    monkeypatch.setattr("credit_dp.data.streaming.PIECE_CHUNKS", 3)
+    monkeypatch.setattr("credit_dp.data.streaming.split_dates", stores.split_by_day)
     cut = opened_daily(data, tmp_path / "two.zarr").climatology
     for hours in (0, 6, 3, 12, 0):
         time = START + 100 * DAY + np.timedelta64(hours, "h")

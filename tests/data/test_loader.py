@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from credit_dp.data import loader as data_loader
+from credit_dp.data.limits import all_finite
 from credit_dp.data.loader import (
     BatchReader,
     BatchSelection,
@@ -19,7 +20,6 @@ from credit_dp.data.loader import (
 from credit_dp.data.normaliser import Normaliser
 from credit_dp.data.sampling import RolloutLengths, SampleSequence
 from credit_dp.data.setup import prepare_training_data
-from credit_dp.data.store import all_finite
 from credit_dp.errors import UserError
 from tests.data import stores
 from tests.tables import each

@@ -31,13 +31,13 @@ from table import show
 from credit_dp.cli.compose import Composer
 from credit_dp.config import DataConfig, DatesConfig
 from credit_dp.data.channels import Channel
+from credit_dp.data.limits import all_finite
 from credit_dp.data.loader import Loader
 from credit_dp.data.rechunk.copy_fields import choose_chunk_rows
 from credit_dp.data.rechunk.target import shard_options
 from credit_dp.data.sampling import SampleSequence
 from credit_dp.data.setup import prepare_training_data
 from credit_dp.data.sources.prepared import METADATA_ATTRIBUTE, PreparedMetadata
-from credit_dp.data.limits import all_finite
 from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.domain_parallel.convert import shard_model
 from credit_dp.fields import Fields

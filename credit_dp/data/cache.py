@@ -88,7 +88,7 @@ def load_or_create(
     found = load(path)
     if found is None:
         check_may_compute(compute, result, path.parent)
-        # Of several processes one creates it and the others wait; these get no path.
+        # One of several processes creates it; the others wait and get no path.
         with create_once(path, lambda file: load(file) is not None) as new:
             if new is not None:
                 create(new)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 Times = NDArray[np.datetime64]
 
-# Of a year in days; years of the calendars that are not here are those of the sun.
+# Days of a year; years of the calendars that are not here are those of the sun.
 YEAR_LENGTHS = {"noleap": 365, "all_leap": 366, "360_day": 360, "julian": 365.25}
 EPOCH_UNITS = "seconds since 1970-01-01"
 TIME_UNITS = {"h": "hours since 1900-01-01", "m": "minutes since 1900-01-01"}  # of written times

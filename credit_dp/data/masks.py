@@ -119,7 +119,7 @@ class Presence:
         channels = store.filled_channels
         self._always = {channel: np.ones(store.grid, dtype=bool) for channel in channels}
         self._ever = {channel: np.zeros(store.grid, dtype=bool) for channel in channels}
-        # Of each channel, the number of values at each date.
+        # The number of values of each channel at each date.
         self._counts = {channel: np.zeros(len(times), dtype=np.int64) for channel in channels}
 
     def add(self, piece: Piece, window: Window) -> None:

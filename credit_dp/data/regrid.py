@@ -164,7 +164,7 @@ class Regridder:
         starts = np.array(layout.starts[source]) - layout.cells(source).start
         index = columns.at[of_kind] + starts[:, None, None]
         rows = Weights(self._rows.at[target] - source.start, self._rows.weight[target])
-        # Of equal rows, the weights are stored once.
+        # The weights of equal rows are stored once.
         weight = columns.weight if len(kinds) == 1 else columns.weight[of_kind]
         return _BandWeights(Weights(index, weight), rows)
 

@@ -587,7 +587,7 @@ class StatisticsRun:
 
     @cached_property
     def quantiles(self) -> Quantiles:
-        """Of channels that need them, read on first use; resumed runs find the same ones."""
+        """The quantiles of channels that need them; a resumed run finds the same ones."""
         return sample_quantiles(self.store, self.dates)
 
     def run(self, workers: PieceWorkers, report: CountCallback) -> StatisticsFile:
@@ -596,7 +596,7 @@ class StatisticsRun:
         Args:
             report: called with the number of fields processed so far.
         """
-        process = partial(moments_of, quantiles=self.quantiles)
+        process = partial(compute_moments, quantiles=self.quantiles)
         num_done = self.num_done
         report(num_done)
         results = zip(self.remaining, workers.run(process, self.remaining), strict=True)
@@ -661,7 +661,7 @@ class StatisticsRun:
             return None
 
 
-def moments_of(
+def compute_moments(
     store: Store, dates: TrainingDates, piece: Piece, quantiles: Quantiles = NO_QUANTILES
 ) -> list[Pair]:
     """Read one piece and return its moments, one pair per channel."""

@@ -68,7 +68,7 @@ class Store:
     outside their mask, or, in a store without masks, wherever they are NaN in the files; all other
     variables have values everywhere.
 
-    Of an ensemble, the first member is read; `member` gives a store of another one.
+    The first member of an ensemble is read; `member` gives a store of another one.
 
     Open it in the process that reads it: zarr's reading thread does not survive a fork.
 
@@ -524,7 +524,7 @@ class StepReader:
         complete = np.ones(len(indices), dtype=bool)
         windows: dict[str, NDArray[np.intp]] = {}
         for name in accumulated:
-            found = _sum_windows_of(source, config, name, indices)
+            found = _find_sum_windows(source, config, name, indices)
             windows[name] = found.indices
             complete &= found.complete
         if not complete.any():
@@ -653,7 +653,7 @@ class StepReader:
         return sums
 
 
-def _sum_windows_of(
+def _find_sum_windows(
     source: Source, config: DataConfig, name: str, indices: NDArray[np.intp]
 ) -> SumWindows:
     """Return the windows of a variable over the step that ends at each of some times."""

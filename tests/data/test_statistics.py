@@ -14,7 +14,7 @@ from credit_dp.data.statistics import (
     Moments,
     Statistics,
     add_moments,
-    moments_of,
+    compute_moments,
     moments_to_statistics,
 )
 from credit_dp.data.store import Store
@@ -105,7 +105,7 @@ def of_pieces(store, every=1, workers=1, quantiles=NO_QUANTILES):
     """Return the statistics merged from pieces."""
     dates = streaming.TrainingDates.of(store, every)
     pieces = streaming.all_pieces(store, dates)
-    process = partial(moments_of, quantiles=quantiles)
+    process = partial(compute_moments, quantiles=quantiles)
     total = {}
     with closing(PieceWorkers(store, dates, workers)) as pool:
         for piece, pairs in zip(pieces, pool.run(process, pieces), strict=True):

@@ -74,7 +74,7 @@ def test_a_day_that_was_done_is_not_read_again(path, tmp_path, monkeypatch):
     store = opened(path)
     whole = computed(store, tmp_path / "whole.json")
     read = []
-    honest = statistics.moments_of
+    honest = statistics.compute_moments
 
     def counted(store, dates, piece, quantiles):
         read.append(piece)
@@ -82,7 +82,7 @@ def test_a_day_that_was_done_is_not_read_again(path, tmp_path, monkeypatch):
             raise PulledPlugError
         return honest(store, dates, piece, quantiles)
 
-    monkeypatch.setattr(statistics, "moments_of", counted)
+    monkeypatch.setattr(statistics, "compute_moments", counted)
     with pytest.raises(PulledPlugError):
         computed(store, tmp_path / "stats.json")
     assert computed(store, tmp_path / "stats.json") == whole

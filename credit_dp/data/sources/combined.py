@@ -109,7 +109,7 @@ class FilesSource(_CombinedSource):
     def sum_bounds(self, variable: str, stated: bool = True) -> Times:
         """The sources may have times that are differently far apart."""
         bounds = np.concatenate([x.sum_bounds(variable, stated) for x in self._sources])
-        # Of sources of one time, only their series tells how far times are apart.
+        # Only their series tells how far apart the times of sources with one time are.
         unknown = bounds[:, 0] == bounds[:, 1]
         bounds[unknown, 0] -= time_spacing(self.times)
         return bounds
@@ -303,7 +303,7 @@ class JoinedSource(_CombinedSource):
             name for variables in self._variables_by_source for name in all_names(variables)
         ):
             # A variable that no store can read has no owner, but stays listed, with its problem.
-            owners = self._owners_of(name, name in static)
+            owners = self._find_owners(name, name in static)
             if owners:
                 self._owners[name] = owners[0]
         self.title = first.title
@@ -378,7 +378,7 @@ class JoinedSource(_CombinedSource):
             for source, names in zip(self._sources, names_by_source, strict=True)
         ]
 
-    def _owners_of(self, name: str, static: bool) -> list[int]:
+    def _find_owners(self, name: str, static: bool) -> list[int]:
         """Return the numbers of the stores that can provide a variable, the best first."""
 
         def order(number: int) -> tuple[bool, bool, bool]:

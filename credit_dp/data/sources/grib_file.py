@@ -503,7 +503,7 @@ class GribFile(Mapping[Any, Any]):
     def read(self, message: Message) -> NDArray[np.float32]:
         """Decode one message: `(H, W)`, from north to south and eastward, NaN where missing.
 
-        Of a reduced grid these are the points of all rows, `(N,)`, in the same order; on a
+        For a reduced grid these are the points of all rows, `(N,)`, in the same order; on a
         projection rows are those of `read_grid`.
         """
         try:

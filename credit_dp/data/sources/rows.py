@@ -83,7 +83,7 @@ class CellRows:
         self.is_regular = bool((self._lengths == width).all()) and bool(
             np.ptp(longitudes.reshape(-1, width), axis=0).max() < COORDINATE_TOLERANCE
         )
-        # Of the first cell of each row, in cells.
+        # Where the first cell of each row is, in cells.
         self._firsts = longitudes[self._starts[:-1]] / FULL_CIRCLE * self._lengths
         longitude = longitudes[:width]
         if not self.is_regular:

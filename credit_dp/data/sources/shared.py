@@ -7,7 +7,7 @@ A read of `SharedSource`, on every rank alike:
 
 1. The requested fields are split into pieces: one group of channels in one chunk along time.
 2. Pieces with chunks no taller than bands are read by every rank for itself.
-3. Of the other pieces, each rank decodes one per round, on the globe.
+3. Each rank decodes one of the other pieces per round, on the globe.
 4. The ranks exchange error messages (`gather_problems`), and stop together if there is one.
 5. One `all_to_all` per round gives every rank its band of every piece.
 

@@ -248,7 +248,7 @@ class StackedArray:
         """Read channels with as few and as small reads as possible.
 
         Adjacent channels are one slice. Others within one chunk are taken from the slice around
-        them, as the chunk is decoded anyway. Of others, each run of adjacent channels is one slice.
+        them, as the chunk is decoded anyway. Otherwise each run of adjacent channels is one slice.
         """
         span = as_slice(channels)
         if isinstance(span, slice):

@@ -41,12 +41,10 @@ class TimeAxisReport:
 
     Attributes:
         first, last: in ISO format.
-        count: number of times.
         spacing_hours: the most common distance; None of one time.
         spacing_months: the most common distance in months, if they are months apart; else 0.
         gaps: larger distances.
         missing: number of missing times in all gaps.
-        calendar: see `Calendar`.
     """
 
     first: str
@@ -98,18 +96,12 @@ class StoreReport:
     """A store.
 
     Attributes:
-        where: its address.
         form: kind of source, such as `zarr`.
-        grid: rows, columns.
         latitude, longitude: first and last, in reading order; see `Grid.extent`.
         poles: whether there are rows on the poles.
-        is_global: whether the grid covers the globe.
         projection: the CF name of the projection of a region; empty without one.
         spacing: of the region's rows and columns, and whether these go round the globe.
         winds: on a projection, the components of winds by how they lie; empty on other grids.
-        dates: the time axis.
-        members: numbers of the members of an ensemble; empty if there are none.
-        variables: in the store's order.
         long_names: the long names that a config may use, with the store's own name of each.
         sample_bytes: of all time-dependent variables at one time.
         amplification, decoded_bytes: by number of ranks, of all time-dependent variables.

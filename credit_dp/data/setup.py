@@ -56,7 +56,6 @@ from credit_dp.data.statistics import (
     add_moments,
     add_window,
     check_statistics_range,
-    empty_moments,
     input_description,
     moments_to_statistics,
     statistics_path,
@@ -139,16 +138,16 @@ def _run_training_pass(
         # The pieces of one group of channels and band follow each other: the fit sums over them.
         if piece.first == piece.member == 0:
             fit.begin(piece.channels, piece.rows)
-        pairs = empty_moments(piece)
+        more: MomentsTable = {}
         for window in stream_windows(store, dates, piece):
             fit.add(window)
             if with_statistics:
-                pairs = add_window(store, piece, window, pairs, quantiles)
+                add_window(more, store, piece, window, quantiles)
             done += len(piece.channels) * len(window.dates)
             progress(TITLE, done / total)
         if piece.stop == len(dates.indices) and piece.member == store.num_members - 1:
             fit.end()
-        add_moments(moments, piece.channels, pairs)
+        add_moments(moments, more)
     return moments_to_statistics(store, moments, quantiles) if with_statistics else None
 
 

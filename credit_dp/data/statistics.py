@@ -250,39 +250,31 @@ def check_statistics_range(table: StatisticsTable, store: Store, where: str, rem
                 )
 
 
-def empty_moments(piece: Piece) -> list[Pair]:
-    """Return the moments of a piece before its first window, one pair per channel."""
-    return [(Moments(), Moments()) for _ in piece.channels]
-
-
 def add_window(
-    store: Store, piece: Piece, window: Window, moments: Sequence[Pair], quantiles: Quantiles
-) -> list[Pair]:
-    """Return the moments of a piece with those of another window added."""
+    moments: MomentsTable, store: Store, piece: Piece, window: Window, quantiles: Quantiles
+) -> None:
+    """Add a window of a piece to the moments of its channels, in place."""
     weights = store.grid.weights[piece.rows]
-    updated = []
     inner_fields = store.without_rim(window.fields, piece.rows)
-    for index, (channel, (values, changes)) in enumerate(zip(piece.channels, moments, strict=True)):
-        values_before = inner_fields[:, index].astype(np.float64)
-        fields = _transform_fields(store, channel, values_before, quantiles)
+    for index, channel in enumerate(piece.channels):
+        values = inner_fields[:, index].astype(np.float64)
+        fields = _transform_fields(store, channel, values, quantiles)
         step_changes = fields[window.after] - fields[window.before]
         # A window repeats fields of the one before that a pair still needs: count those only once.
         new_fields = fields if len(window.fresh) == len(fields) else fields[window.fresh]
-        updated.append(
-            (values + Moments.of(new_fields, weights), changes + Moments.of(step_changes, weights))
-        )
-    return updated
+        pair = Moments.of(new_fields, weights), Moments.of(step_changes, weights)
+        add_moments(moments, {channel.name: pair})
 
 
-def add_moments(total: MomentsTable, channels: Sequence[Channel], moments: Sequence[Pair]) -> None:
+def add_moments(total: MomentsTable, more: MomentsTable) -> None:
     """Add moments of channels to those that `total` has, in place."""
-    for channel, (values, changes) in zip(channels, moments, strict=True):
-        previous = total.get(channel.name, (Moments(), Moments()))
-        total[channel.name] = (previous[0] + values, previous[1] + changes)
+    for name, (values, changes) in more.items():
+        previous = total.get(name, (Moments(), Moments()))
+        total[name] = (previous[0] + values, previous[1] + changes)
 
 
 def moments_to_statistics(
-    store: Store, total: Mapping[str, Pair], quantiles: Quantiles = NO_QUANTILES
+    store: Store, total: MomentsTable, quantiles: Quantiles = NO_QUANTILES
 ) -> StatisticsTable:
     """Return the statistics of these moments and of the static fields."""
     empty = next((name for name, pair in total.items() if not pair[0].weight), None)
@@ -602,15 +594,15 @@ class StatisticsRun:
         results = zip(self.remaining, workers.run(process, self.remaining), strict=True)
         for first, year in groupby(results, lambda result: result[0].first):
             moments: MomentsTable = {}
-            for piece, pairs in year:
-                add_moments(moments, piece.channels, pairs)
+            for piece, more in year:
+                add_moments(moments, more)
                 num_done += _field_count(piece)
                 report(num_done)
             self._save_year(first, moments)
             self._years[first] = moments
         total: MomentsTable = {}
         for _, moments in sorted(self._years.items()):
-            add_moments(total, [Channel(name) for name in moments], list(moments.values()))
+            add_moments(total, moments)
         table = moments_to_statistics(self.store, total, self.quantiles)
         # Raises if a channel is constant or has fill values, before the file is written.
         Statistics.of(table, self.store, self.store.config.store)
@@ -663,11 +655,11 @@ class StatisticsRun:
 
 def compute_moments(
     store: Store, dates: TrainingDates, piece: Piece, quantiles: Quantiles = NO_QUANTILES
-) -> list[Pair]:
-    """Read one piece and return its moments, one pair per channel."""
-    moments = empty_moments(piece)
+) -> MomentsTable:
+    """Read one piece and return the moments of its channels."""
+    moments: MomentsTable = {}
     for window in stream_windows(store, dates, piece):
-        moments = add_window(store, piece, window, moments, quantiles)
+        add_window(moments, store, piece, window, quantiles)
     return moments
 
 
@@ -676,7 +668,7 @@ def process_first_window(
 ) -> int:
     """Process the first fields of a piece, for timing; return how many fields there were."""
     window = next(stream_windows(store, dates, piece))
-    add_window(store, piece, window, empty_moments(piece), quantiles)
+    add_window({}, store, piece, window, quantiles)
     return len(piece.channels) * len(window.fields)
 
 

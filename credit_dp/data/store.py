@@ -74,13 +74,10 @@ class Store:
 
     Attributes:
         config: of the data, without absent statics; its dates are complete after `resolve_dates`.
-        channels: the selected ones.
         stored_forcing: the forcing channels that are read; the others are computed.
         times: `(T,)` datetime64, on the config's step, rising, possibly with gaps.
         num_skipped: times left out because a sum over the step before them lacks a time.
-        grid: of the source.
         levels: of the variables on levels, in channel order.
-        limits: the range that each channel's values must lie in.
         filled_channels: those that change in time and whose variables have a fill.
         masks: of the filled channels, as far as they are known; see `with_masks`.
         dates_note: a line on the dates that were chosen automatically; empty if none were.

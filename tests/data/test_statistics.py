@@ -108,8 +108,8 @@ def of_pieces(store, every=1, workers=1, quantiles=NO_QUANTILES):
     process = partial(compute_moments, quantiles=quantiles)
     total = {}
     with closing(PieceWorkers(store, dates, workers)) as pool:
-        for piece, pairs in zip(pieces, pool.run(process, pieces), strict=True):
-            add_moments(total, piece.channels, pairs)
+        for moments in pool.run(process, pieces):
+            add_moments(total, moments)
     return Statistics.of(moments_to_statistics(store, total, quantiles), store, "here"), pieces
 
 

@@ -61,13 +61,11 @@ class AnemoiVariables:
         by_stored_name: dict[str, VariableInfo] = {}
         indices: dict[Channel, int] = {}
         for index, name in enumerate(names):
-            has_time = name not in constants
-            unit = str(_variable_metadata(metadata, name).get("units") or "")
-            sums = _stated_sums(_variable_metadata(metadata, name))
-            by_stored_name[name] = VariableInfo(
-                has_time,
-                (),
-                unit,
+            entry = _variable_metadata(metadata, name)
+            sums = _stated_sums(entry)
+            info = by_stored_name[name] = VariableInfo(
+                has_time=name not in constants,
+                units=str(entry.get("units") or ""),
                 sums_stated_by=sums.by,
                 sum_hours=sums.hours,
                 has_members=has_members,
@@ -76,14 +74,8 @@ class AnemoiVariables:
             indices[Channel(name)] = index
             variable, level = long_name(name)
             levels = by_long_name[variable].levels if variable in by_long_name else ()
-            by_long_name[variable] = VariableInfo(
-                has_time,
-                levels if level is None else (*levels, level),
-                unit,
-                sums_stated_by=sums.by,
-                sum_hours=sums.hours,
-                has_members=has_members,
-            )
+            levels = levels if level is None else (*levels, level)
+            by_long_name[variable] = replace(info, levels=levels)
             indices[Channel(variable, level)] = index
         for name, variable_info in by_long_name.items():
             if are_consecutive(sorted(variable_info.levels)):  # model levels: no pressures do so

@@ -116,11 +116,9 @@ class Source(ABC):
         where: its address as messages show it.
         times: `(T,)` datetime64, increasing, perhaps with gaps. A variable of a source that is
             joined from others may lack some of them, see `has_times`.
-        calendar: of the times.
         grid: its rows from the north, its columns in the store's order.
         variables: metadata of the variables by their names in the config.
         counters: one counter of reads for each store that is read.
-        title: the store's own title; empty if it has none.
         hybrid: coefficients a, in Pa, and b at the interfaces of all model levels, from the top,
             `(L + 1,)` each; None if the store has none.
         time_bounds: `(T, 2)`, begin and end of the cells of `times`; None if the store has none.

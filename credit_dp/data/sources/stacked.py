@@ -179,7 +179,6 @@ class StackedArray:
     Attributes:
         where: the address of the store as messages show it.
         times: of the first dim.
-        calendar: of the times.
         change_detector: counts the reads and checks the store now and then.
         fast_reader: is tried before zarr.
     """

@@ -5,8 +5,9 @@ The work is divided into `Piece`s (channels, rows, a year) that `PieceWorkers` p
 dates one step apart occurs once. `connect_to_scheduler` gives commands a dask scheduler.
 """
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -245,10 +246,19 @@ class PieceWorkers:
 
     def run(self, function: PieceFunction[T], pieces: Sequence[Piece]) -> Iterator[T]:
         """Yield the result of each piece, in order."""
-        call = partial(self._call, function)
-        # In rounds, so that results don't pile up if the caller is slower than the workers.
-        for start in range(0, len(pieces), self.count):
-            yield from self._executor.map(call, pieces[start : start + self.count])
+        pending: deque[Future[T]] = deque()
+        try:
+            for piece in pieces:
+                # Bound to its arguments, which dask would search for tasks.
+                pending.append(self._executor.submit(partial(self._call, function, piece)))
+                # Not all at once: results would pile up if the caller is slower than the workers.
+                if len(pending) == self.count:
+                    yield pending.popleft().result()
+            while pending:
+                yield pending.popleft().result()
+        finally:
+            for future in pending:
+                future.cancel()
 
     def close(self) -> None:
         """Stop the threads, or disconnect from the scheduler."""

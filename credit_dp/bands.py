@@ -36,10 +36,7 @@ def rows_touched(height: int, ranks: int, chunk: int, south: bool = False) -> li
     In the order of the chunks: with `south`, the last rank comes first.
 
     Args:
-        height: rows of the grid.
         ranks: number of balanced bands; bands without rows are left out.
-        chunk: rows per chunk.
-        south: whether chunks are counted from the south pole instead of the north pole.
     """
     bounds = balanced_bounds(height, ranks)
     spans = chunk_spans(from_south(bounds) if south else bounds, chunk)

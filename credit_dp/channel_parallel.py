@@ -70,11 +70,7 @@ class TransposePlan:
     channels: tuple[int, ...]
 
     def rows_sent(self, to_channels: bool) -> list[list[int]]:
-        """Return how many rows of one channel each rank sends to each rank.
-
-        Args:
-            to_channels: whether rows become channels, or channels rows.
-        """
+        """Return how many rows of one channel each rank sends to each rank."""
         ranks = range(len(self.rows))
         # A sender holds its share of one dimension and splits the other by the receivers' shares.
         sender_sizes, receiver_sizes = self.rows, self.channels
@@ -114,9 +110,6 @@ def rows_to_channels(
     channels gets an empty tensor, but sends its rows.
 
     Args:
-        x: this rank's band.
-        rows: number of rows of each rank, north to south.
-        transport: sends the messages, `manager.transport`.
         channels: number of channels that each rank gets; by default those of `channels_per_rank`.
 
     Shapes:
@@ -139,12 +132,6 @@ def channels_to_rows(
     """Exchange all rows of this rank's channels for a band of rows of all channels.
 
     Differentiable; its backward is `rows_to_channels`. Called by all ranks together.
-
-    Args:
-        x: all rows of this rank's channels.
-        rows: number of rows that each rank gets, north to south.
-        transport: sends the messages, `manager.transport`.
-        channels: number of channels of each rank.
 
     Shapes:
         `(..., C_local, H, W)` -> `(..., C, H_local, W)`.
@@ -232,7 +219,6 @@ def _without_empty(blocks: list[PeerTensor]) -> list[PeerTensor]:
 
 
 def _message_bytes(x: Tensor, plan: TransposePlan, to_channels: bool) -> list[list[int]]:
-    """Return the bytes that each rank sends to each rank."""
     row_bytes = prod((*x.shape[:-FIELD_DIMS], x.shape[-1])) * x.element_size()
     return [
         [row_bytes * rows for rows in by_receiver] for by_receiver in plan.rows_sent(to_channels)
@@ -249,11 +235,8 @@ class DistributedDepthwiseConv2d(nn.Module):
 
     Args:
         hidden_dim: channels of all ranks together, C.
-        kernel_size: rows and columns of the kernel, or one number for both.
         num_groups: number of kernels, G, each for C / G consecutive channels; by default one per
             channel.
-        bias: whether to add a bias, one per kernel.
-        dtype: of the parameters, `torch.float32` by default.
         device: of the parameters; by default the current CUDA device where there is one, else
             torch's default device.
 

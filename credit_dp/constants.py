@@ -32,9 +32,6 @@ def cached_constant(
 
     Args:
         compute: a function of a module, as the cache keeps it. It depends on `key` alone.
-        key: its argument.
-        device: of the tensor.
-        dtype: of the tensor.
     """
     # A dispatch mode may replace new tensors, for example by fake ones while a model is planned.
     # This thread's modes count: torch has a flag, too, but only one for all threads.

@@ -41,7 +41,6 @@ def temporary_path(path: Path, unique: bool = False) -> Path:
     """Return a hidden path beside `path`, to be written and then renamed to it.
 
     Args:
-        path: the final path.
         unique: whether several processes may write `path` at once; each gets another name. By
             default the name is always the same, so that killed processes leave one file at most,
             which the next one overwrites.
@@ -83,8 +82,6 @@ def write_bytes_atomic(
     """Write a file whose folder exists, so that readers see the old or the new content.
 
     Args:
-        path: of the file.
-        content: of the file.
         durable: whether the content reaches the disk before the name does, so that this also holds
             if the machine fails.
         unique: whether several processes may write the file at once.
@@ -239,7 +236,6 @@ def remove_abandoned_folders(path: Path | None = None) -> None:
 
 
 def _temporary_root() -> str:
-    """Return the folder for temporary files, or another if its path is too long for sockets."""
     roots = (tempfile.gettempdir(), "/tmp", "/dev/shm")
     short = (root for root in roots if len(os.fsencode(root)) <= LONGEST_ROOT)
     return next((root for root in short if os.access(root, os.W_OK | os.X_OK)), roots[0])
@@ -256,7 +252,6 @@ def _machine() -> str:
 
 @contextlib.contextmanager
 def _opened_folder(folder: Path) -> Iterator[int]:
-    """Yield a descriptor of a folder; a link to one raises OSError."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         yield descriptor

@@ -96,7 +96,6 @@ def find_plugins(base: type[P], reserved: Container[str]) -> dict[str, type[P]]:
     """Return the config class of every plug-in of a kind, by name.
 
     Args:
-        base: base class of the kind.
         reserved: names of this package's own classes of this kind.
 
     Raises:
@@ -178,10 +177,7 @@ def build_plugin_config(name: str, config: type[P], key: str, values: Mapping[st
     """Return the config of a plug-in with the given values of its keys.
 
     Args:
-        name: of the plug-in.
-        config: its class.
         key: config key that holds the values, for messages.
-        values: by key of the plug-in.
 
     Raises:
         UserError: the plug-in has no such key, or a value is not allowed.
@@ -356,7 +352,6 @@ class _Finder(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return the spec of a plug-in file's module; None for any other module."""
         if not fullname.startswith(f"{__name__}."):
             return None
         paths = (file.path for file in plugin_files())

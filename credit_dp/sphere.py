@@ -55,7 +55,6 @@ def quadrature_weights(sine: Vector, where: str, remedy: str) -> Vector:
 
     Args:
         sine: of the latitudes, `(H,)`.
-        where: begins the message of an error: what needs the weights.
         remedy: ends it.
 
     Raises:

@@ -189,7 +189,6 @@ def long_name(name: str, level: int | None = None) -> tuple[str, int | None]:
     returned unchanged.
 
     Args:
-        name: of the field in its store.
         level: of a field with a dim of levels; `z` is then the geopotential.
     """
     if level is not None:

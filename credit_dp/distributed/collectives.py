@@ -32,11 +32,7 @@ def has_process_group() -> bool:
 
 
 def all_gather_object(value: T) -> list[T]:
-    """Return the value of every rank, in rank order, on every rank; collective.
-
-    Args:
-        value: any object that can be pickled.
-    """
+    """Return the value of every rank, in rank order, on every rank; collective."""
     if not has_process_group() or dist.get_world_size() == 1:
         return [value]
     values: list[T | None] = [None] * dist.get_world_size()
@@ -151,7 +147,6 @@ def broadcast_object(value: T, source: int) -> T:
 
     Args:
         value: any object that can be pickled; that of other ranks than `source` is ignored.
-        source: a rank of the run.
     """
     if not has_process_group() or dist.get_world_size() == 1:
         return value
@@ -169,7 +164,6 @@ def gather_on_rank_0(
 
     Args:
         action: its result becomes JSON.
-        background: see `run_on_rank_0`.
     """
     outcome = run_catching(action)
     if not has_process_group() or dist.get_world_size() == 1:
@@ -186,7 +180,6 @@ def gather_on_rank_0(
 
 
 def _gather_in_tree(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
-    """Return the values of all ranks, in rank order, on rank 0, and nothing on others."""
     rank, size = dist.get_rank(), dist.get_world_size()
     gathered = [(rank, value)]
     for bit in reversed(range((size - 1).bit_length())):
@@ -200,7 +193,6 @@ def _gather_in_tree(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
 
 
 def _broadcast_in_tree(value: Any, group: dist.ProcessGroup) -> Any:
-    """Return the value of rank 0 on every rank."""
     rank, size = dist.get_rank(), dist.get_world_size()
     for bit in range((size - 1).bit_length()):
         distance = 1 << bit
@@ -212,7 +204,6 @@ def _broadcast_in_tree(value: Any, group: dist.ProcessGroup) -> Any:
 
 
 def _send(value: Any, to: int, group: dist.ProcessGroup | None) -> None:
-    """Send what JSON can hold to a rank, and wait until it is received."""
     text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
     for tensor in (torch.tensor([len(text)]), text):
         work = dist.isend(tensor, to, group, BACKGROUND_TAG)
@@ -221,8 +212,6 @@ def _send(value: Any, to: int, group: dist.ProcessGroup | None) -> None:
 
 
 def _receive(sender: int, group: dist.ProcessGroup | None) -> Any:
-    """Return what a rank sends by `_send`."""
-
     def receive(tensor: Tensor) -> Tensor:
         work = dist.irecv(tensor, sender, group, BACKGROUND_TAG)
         if work is not None:

@@ -64,9 +64,7 @@ class RankOutcome:
     """How one rank ended.
 
     Attributes:
-        rank: of the run.
         kind: `returned`, `refused` (by a UserError) or `crashed`.
-        code: exit code.
         text: line of the UserError, or traceback of the crash.
         time: when it ended, in nanoseconds: the earliest failure is the cause of the others.
     """
@@ -106,9 +104,6 @@ def rank_name(rank: int, data: int, domain: int, ensemble: int = 1) -> str:
     """Return a rank with its mesh coordinates: `rank 5 (pipeline 1, data 0, domain 1)`.
 
     Args:
-        rank: of the run.
-        data: size of the mesh's data axis.
-        domain: size of the mesh's domain axis.
         ensemble: size of the mesh's ensemble axis, which is left out if it is 1.
     """
     rest, band = divmod(rank, domain)

@@ -28,10 +28,6 @@ class RankInfo:
     """The rank of this process, as torchrun counts.
 
     Attributes:
-        rank: of this process, among all processes of the run.
-        world_size: processes of the run.
-        local_rank: of this process, among those on its node.
-        local_world_size: processes on its node.
         node: a number of its node, which no other node has.
     """
 
@@ -62,7 +58,6 @@ class Launcher:
 
     Attributes:
         name: torchrun, srun, mpirun, mpiexec, jsrun, flux run or submitit.
-        ranks: of this process.
         address: host of rank 0; None if the environment does not tell.
         port: on which rank 0 listens.
     """
@@ -175,7 +170,6 @@ def bind_problems(address: str, port: int) -> list[OSError]:
 
 
 def _from_torchrun(env: Mapping[str, str]) -> Launcher | None:
-    """Return the ranks of torchrun, or of a script that sets the same variables."""
     if "RANK" not in env or "WORLD_SIZE" not in env:
         return None
     rank = int(env["RANK"])
@@ -219,13 +213,7 @@ def _from_flux(env: Mapping[str, str]) -> Launcher | None:
 @final
 @dataclass(frozen=True)
 class MpiVariables:
-    """Variables by which a launcher of MPI programs tells a process its rank; the first one counts.
-
-    Attributes:
-        launcher: its command.
-        rank, size: of all processes.
-        local_rank, local_size: of those on the node.
-    """
+    """Variables by which a launcher of MPI programs tells a rank; the first one counts."""
 
     launcher: str
     rank: tuple[str, ...]
@@ -327,7 +315,6 @@ def _from_srun(env: Mapping[str, str]) -> Launcher | None:
 
 
 def _step_tasks(env: Mapping[str, str]) -> int:
-    """Return the number of tasks of the SLURM step of this process; 1 if it belongs to none."""
     if "SLURM_STEP_ID" not in env:
         return 1
     return int(env.get("SLURM_STEP_NUM_TASKS", env.get("SLURM_NTASKS", 1)))
@@ -392,8 +379,6 @@ def _address(
     `rendezvous_host` notices this.
 
     Args:
-        env: the environment.
-        ranks: of this process.
         nodes: variable with a list of SLURM; that of the job comes next. The daemons of an mpirun
             are in steps of their own, which have other nodes.
     """
@@ -430,7 +415,6 @@ JOB_VARIABLES = ("PALS_APID", "FLUX_JOB_ID", "PMIX_NAMESPACE", "PBS_JOBID", "SLU
 
 
 def _job_number(env: Mapping[str, str], ranks: RankInfo) -> int:
-    """Return a number that is equal on all ranks of a job, and likely to differ between jobs."""
     # On one node the ranks have the same parent, the launcher or its daemon there.
     parent = "" if ranks.on_several_nodes else str(os.getppid())
     return zlib.crc32(next((env[name] for name in JOB_VARIABLES if name in env), parent).encode())

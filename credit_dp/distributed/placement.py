@@ -213,8 +213,6 @@ class ClusterNodes:
 
     Attributes:
         count: of nodes; None if unknown, as for the others.
-        cores: of each node.
-        gpus: of each node.
     """
 
     count: int | None = None
@@ -228,9 +226,6 @@ class PlacementRequest:
     """The user's choices for the placement; what is None follows from the mesh.
 
     Attributes:
-        nodes: of the job.
-        tasks_per_node: ranks on each node.
-        cpus_per_task: cores of each rank.
         spread: whether a domain group may span several nodes.
         spread_hint: how the user sets `spread`, for messages.
     """
@@ -370,7 +365,6 @@ def spread_warning(nodes: Sequence[int], domain: int) -> str | None:
 
     Args:
         nodes: the number of each rank's node, in rank order.
-        domain: ranks of each domain group.
     """
     groups = [nodes[first : first + domain] for first in range(0, len(nodes), domain)]
     spread = [index for index, group in enumerate(groups) if len(set(group)) > 1]

@@ -108,8 +108,6 @@ def files_needed(parallel: ParallelConfig, ranks: RankInfo, gloo: bool, launched
     """Return how many files and connections this rank opens, at most, on `FEW_FILES`.
 
     Args:
-        parallel: the mesh.
-        ranks: this rank.
         gloo: whether the groups of the mesh are over gloo; what nccl opens is not counted.
         launched: whether a launcher started the ranks: otherwise they meet at a file.
     """
@@ -130,9 +128,6 @@ def files_needed(parallel: ParallelConfig, ranks: RankInfo, gloo: bool, launched
 
 def check_file_limit(parallel: ParallelConfig, ranks: RankInfo, gloo: bool, launched: bool) -> None:
     """Refuse a run in which this rank would open more files than it may, before the ranks meet.
-
-    Args:
-        parallel, ranks, gloo, launched: as of `files_needed`.
 
     Raises:
         UserError: the limit is too low.
@@ -168,8 +163,6 @@ def new_mesh(ranks: Tensor, names: tuple[str, ...], urgent: str = "") -> DeviceM
     """Return torch's mesh of all ranks, with a process group along each axis; collective.
 
     Args:
-        ranks: the number of the rank at each position of the mesh.
-        names: of the axes.
         urgent: the axis whose messages go before those of others on a GPU; none by default.
 
     Shapes:
@@ -259,9 +252,6 @@ def new_group_alone(world: ProcessGroup) -> ProcessGroup:
 
     It has the pipe, the queue, the socket and the thread of another group, and sends nothing.
     torch passes gloo no options, unless through a back end of another name.
-
-    Args:
-        world: the gloo group of all ranks.
     """
     from torch import distributed
     from torch.distributed import Backend

@@ -67,7 +67,6 @@ class Conversion:
     """One walk over a module tree, with what is needed to undo it.
 
     Args:
-        manager: this rank's position in the mesh.
         custom_converters: module type (exact) -> function from the module to its replacement.
 
     Attributes:
@@ -137,7 +136,6 @@ class Conversion:
             self._leave_alone()
 
     def _leave_alone(self) -> None:
-        """Put those original layers back that act alone."""
         for parent, name, original, layer in self._replaced_children:
             replaced = children_of(parent).get(name) is layer
             if replaced and isinstance(layer, RowLayer) and layer.acts_alone:
@@ -234,7 +232,6 @@ class Conversion:
 
 
 def _type_counts(children: list[tuple[nn.Module, str, nn.Module, RowLayer]]) -> Counter[str]:
-    """Return the number of layers of each type; a layer that is used several times is one."""
     return Counter(type(layer).__name__ for layer in {child[-1] for child in children})
 
 
@@ -247,7 +244,6 @@ def _effective_type(module: nn.Module, kind: type[nn.Module]) -> type[nn.Module]
 def _replace_module(
     parent: nn.Module, name: str, old_module: nn.Module, new_module: nn.Module
 ) -> None:
-    """Replace the child `name` of `parent` by `new_module`."""
     if new_module is not old_module:
         children_of(parent)[name] = new_module
 

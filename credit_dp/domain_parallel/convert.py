@@ -118,7 +118,6 @@ def convert_to_domain_parallel(
 
     Args:
         model: any module; its parameters may be on the meta device. Move it to a GPU afterwards.
-        manager: this rank's position in the mesh.
         shard_dim: the input's row dimension: -2, or 2 of four, or 3 of five dimensions.
         custom_converters: module type (exact) -> function from the module to its replacement.
             Looked up before the built-in rules. The children of the replacement are not converted.
@@ -179,13 +178,6 @@ def shard_model(
 ) -> nn.Module:
     """Convert a model, without the check of parameters in its first forward.
 
-    Args:
-        model: any model, see `convert_to_domain_parallel`.
-        manager: this rank's position in the mesh.
-        input_shape: the shape of the global input, `(B, C, H, W)`.
-        whole_ops: as for `convert_to_domain_parallel`.
-        whole_ops_limit: as for `convert_to_domain_parallel`.
-
     Raises:
         UserError: as `convert_to_domain_parallel`.
     """
@@ -208,9 +200,7 @@ def carry_out(
     """Make a model compute as decided, in place, and log the decision.
 
     Args:
-        decision: of the model.
         model: with its converted layers, if these were planned.
-        conversion: of the model.
 
     Raises:
         UserError: the model can't be sharded.
@@ -267,10 +257,6 @@ def convert_from_domain_parallel(model: nn.Module) -> nn.Module:
 def replan(model: nn.Module, input_shape: Shape | Sequence[Shape]) -> None:
     """Plan a converted model for another input shape, which replaces the previous one.
 
-    Args:
-        model: the result of `convert_to_domain_parallel`.
-        input_shape: the shape of the global input, as for `convert_to_domain_parallel`.
-
     Raises:
         UserError: the model is not converted, or does not suit the shape; the old plan then stays.
     """
@@ -306,8 +292,6 @@ class PlanAtFirstForward:
 
     Args:
         conversion: of the model; undone if not all layers have rules.
-        shard_dim: the row dimension of the model's inputs.
-        wanted: what the decision may be.
     """
 
     def __init__(self, conversion: Conversion, shard_dim: int, wanted: Wanted) -> None:
@@ -349,7 +333,6 @@ class PlanAtFirstForward:
         return run_rest_of_call(model, args, kwargs)
 
     def _plan(self, model: nn.Module, shapes: list[Shape], inputs: InputFactory) -> None:
-        """Decide how the call that runs now is sharded, and carry it out."""
         conversion, wanted = self.conversion, self.wanted
         if self.refusals:
             decision = decide_on_globe(model, self.manager, shapes, wanted, self.refusals, inputs)

@@ -55,7 +55,6 @@ class CountingTransport(Transport):
 
     Args:
         rank: the rank whose step is run.
-        size: number of ranks.
         partitions: the plan's bands, from which gathered numbers of rows are looked up.
 
     Attributes:

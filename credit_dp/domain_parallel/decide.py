@@ -99,10 +99,6 @@ class Decision:
     can't be sharded, if there are `problems`.
 
     Attributes:
-        input_shapes: of the globe.
-        ranks: number of bands.
-        parameters: number of the model's parameters.
-        parameter_bytes: their size.
         whole_ops_limit: of the activations that a rank holds, over the least that it could.
         bands: of the fields of converted layers, or of the inputs.
         problems: all reasons why the model can't be sharded like this.
@@ -248,10 +244,6 @@ def plan_report(
     Args:
         model: a model that is not converted; it does not change. May be on the meta device.
         input_shape: shape of the whole globe's input, `(B, C, H, W)`, or a tuple of shapes.
-        ranks: number of bands.
-        custom_converters: see `convert_to_domain_parallel`.
-        whole_ops: see `convert_to_domain_parallel`.
-        whole_ops_limit: see `convert_to_domain_parallel`.
         recomputed: paths of the modules that backward computes again; "" stands for the model.
 
     Raises:
@@ -291,9 +283,6 @@ def decide(
     Args:
         converted: the model, in which the layers that have rules are converted. They stay so, and
             are planned, if that is the decision; otherwise the conversion is undone.
-        conversion: of the model.
-        shapes: the shapes of its global inputs.
-        wanted: what the decision may be.
         inputs: returns the arguments of the call; by default one tensor of each shape.
     """
     manager = conversion.manager
@@ -319,7 +308,6 @@ def decide(
 def _decision(
     model: nn.Module, manager: DomainParallelManager, shapes: Sequence[Shape], wanted: Wanted
 ) -> Decision:
-    """Return a decision of which nothing is known but its subject."""
     return Decision(
         input_shapes=tuple(shapes),
         ranks=manager.domain_parallel_size,
@@ -379,7 +367,6 @@ def _with_every_rank(
     """Return a decision with what each rank saves; ranks with equal bands share a dry run.
 
     Args:
-        decision: without that.
         runs: of some ranks; the first counts the messages of all.
         step: runs the forward of another rank.
     """
@@ -418,11 +405,6 @@ def decide_on_globe(
 
     Args:
         model: not converted; it does not change.
-        manager: this rank's position in the mesh.
-        shapes: the shapes of its global inputs.
-        wanted: what the decision has to know.
-        refusals: the reasons why its layers can't be converted.
-        inputs: as for `decide`.
         fails: the error if the model fails on the globe, too. Layers are planned without gradients,
             where it may fail although it does not in a step.
     """
@@ -496,7 +478,6 @@ def _run_on_globe(
 
 
 def _with_bands_of(manager: DomainParallelManager) -> DomainParallelManager:
-    """Return a manager for dry runs with the bands that another one has planned."""
     result = counting_manager(manager.domain_parallel_size)
     for partition in manager.bands.planned_partitions:
         result.bands.register(partition)
@@ -506,7 +487,6 @@ def _with_bands_of(manager: DomainParallelManager) -> DomainParallelManager:
 def _largest_and_smallest(
     manager: DomainParallelManager, heights: Sequence[int]
 ) -> tuple[int, int]:
-    """Return the ranks with most and fewest rows of the first input."""
     sizes = manager.partition(heights[0]).sizes if heights else (0,)
     return sizes.index(max(sizes)), sizes.index(min(sizes))
 
@@ -545,7 +525,6 @@ def _largest_within(
     run: DryRun,
     limit: float,
 ) -> int | None:
-    """Return the largest number of ranks that holds little enough; None if there is none."""
     # By dry runs, as bands are uneven and halos take memory, too. One rank always passes.
     passes, exceeds = 1, run.ranks
     while exceeds - passes > 1:
@@ -568,7 +547,6 @@ def choose_bands(
 
     Args:
         manager: gets the bands.
-        shapes: of the inputs.
         levels: other numbers of rows that the model has, with which the bands line up: each with
             the number of which its bands should be multiples.
 
@@ -660,6 +638,5 @@ def assumption_line(assumed: AssumedValue) -> str:
 
 
 def _short(location: str) -> str:
-    """Return a location without the folder of installed packages or the current one."""
     location = location.rpartition(f"site-packages{os.sep}")[2]
     return location.removeprefix(os.getcwd() + os.sep)

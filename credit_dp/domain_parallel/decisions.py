@@ -51,7 +51,6 @@ class _Expression:
 
     @property
     def value(self) -> Any:
-        """Return the result with its data, on the CPU."""
         if self._value is None:
             function, operands = self._call
             self._value = function(*map(_with_values, operands))
@@ -59,7 +58,6 @@ class _Expression:
 
 
 def _with_values(operand: Any) -> Any:
-    """Return an operand with the data of its tensors, and on the CPU what is on another device."""
     if isinstance(operand, _Expression):
         return operand.value
     if isinstance(operand, torch.device):
@@ -90,7 +88,6 @@ class KnownValues:
     def _expression(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> _Expression | None:
-        """Return how an operation's result is computed; None if an operand is not known."""
         found: list[_Expression] = []
 
         def find(operand: Any) -> Any:
@@ -136,7 +133,6 @@ class KnownValues:
                     self._by_tensor[id(x)] = (x, part)
 
     def _forget(self, operands: Sequence[Any]) -> None:
-        """Forget what shares memory with an operand of an operation in place."""
         storages = [x.untyped_storage() for x in tensors_in(operands)]
         changed = {id(storage): storage for storage in storages}
         self._changed |= changed
@@ -209,8 +205,6 @@ class Assumptions:
         """Return the value of an operation; None if the shapes of others may depend on it.
 
         Args:
-            func: the operation.
-            args: its operands.
             location: file and line of the model that called it.
 
         Raises:

@@ -96,8 +96,6 @@ class WholeCall:
     Attributes:
         path: of the module that runs.
         location: file and line of the model's code; empty if it has none, as a `Sequential`.
-        function: its name.
-        calls: number of calls in a forward.
         gathered_bytes: of the rows that a rank gathers in a forward, its own among them.
         saved_bytes: of what a rank holds for backward because the function runs whole.
         work: share of the forward's floating-point operations on a rank, which every rank repeats;
@@ -127,7 +125,6 @@ class DryRun:
     """What a step costs on one rank; messages are those of all ranks.
 
     Attributes:
-        ranks: number of bands.
         rank: the one that was run.
         layers: paths of the converted layers.
         whole_calls: functions that run whole, the largest first; of models in the domain only.
@@ -136,7 +133,6 @@ class DryRun:
         largest_gathered: bytes of the largest tensor that is gathered.
         forward: traffic of each rank by the path of the module; empty paths are the model itself.
         backward: the same of the backward; without traffic if it was not run.
-        types: of the modules, by path.
         sent_bytes: of rows, over all ranks and the whole step, by the bands of what is sent; those
             of a converted layer by the bands of its input.
         least_sent_bytes: a lower bound for what converted layers send, by the same bands.
@@ -232,7 +228,6 @@ class _DryRunMode(PlanningMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Run an operation."""
         if BandTensor in types:  # its rules call operators of what a rank holds
             self.recorder.follow_backward()
             return NotImplemented
@@ -292,7 +287,6 @@ class _Recorder:
         self._by_node: list[tuple[int, _CounterKey]] = []
 
     def value_of(self, x: Tensor) -> Tensor | None:
-        """Return a tensor with its values, as an index has that the model computes from sizes."""
         return None if self.known is None else self.known.value_of(x)
 
     @contextmanager
@@ -323,7 +317,6 @@ class _Recorder:
         return id(x.local.untyped_storage()) in self.whole
 
     def add_whole_results(self, operands: Sequence[Any], results: Sequence[Any]) -> None:
-        """Note the new storages among the results of an operation inside a whole call."""
         assert self.costs is not None
         known = {id(x.untyped_storage()) for x in tensors_in(operands)}
         for x in tensors_in(results):
@@ -332,33 +325,27 @@ class _Recorder:
                 self.whole[id(storage)] = (storage, self.costs)
 
     def add_work(self, flops: int) -> None:
-        """Count floating-point operations."""
         self.flops += flops
         if self.costs is not None:
             self.costs.flops += flops
             self.costs.is_counted = True
 
     def add_level(self, height: int) -> None:
-        """Note the number of rows of a layer's result."""
         self.levels.setdefault(height, 1)
 
     def add_windows(self, height: int, size: int) -> None:
-        """Note that a field is cut into windows of rows; of size 1 if it is not."""
         if size > 1:
             height = self._unpadded.get(height, height)
             self.levels[height] = lcm(self.levels.get(height, 1), size)
 
     def add_padding(self, height: int, padded: int) -> None:
-        """Note that rows after the last one pad a field of `height` rows to `padded`."""
         self._unpadded.setdefault(padded, height)
 
     def exclude(self, tensors: Sequence[Tensor]) -> None:
-        """Do not count these tensors, which are held anyway, as saved."""
         for x in tensors:
             self._saved[id(x.untyped_storage())] = x.untyped_storage()
 
     def save(self, x: Tensor) -> Tensor:
-        """Count a tensor that autograd saves and return it, as a pack hook; each storage once."""
         if type(x) is BandTensor:
             self._saved_fields[id(x)] = x
         self._add_saved(held_of(x))
@@ -383,16 +370,13 @@ class _Recorder:
 
     @property
     def module(self) -> str:
-        """Return the path of the module that runs."""
         return self.running[-1].path if self.running else ""
 
     @property
     def where(self) -> str:
-        """Return the module that runs or has failed, as messages name it."""
         return f"{self.module or 'model'} ({self.types.get(self.module, '')})"
 
     def count_for(self, path: str, bands: RowPartition | None = None) -> None:
-        """Count messages for a module from now on; autograd functions keep this for backward."""
         key = _CounterKey(path, bands)
         if key not in self.counters:
             manager = self.manager
@@ -463,14 +447,12 @@ class _Recorder:
             yield
 
     def traffic(self) -> dict[str, tuple[RankTraffic, ...]]:
-        """Return the traffic of each rank so far, by module."""
         sent: dict[str, tuple[RankTraffic, ...]] = {}
         for (path, _), counter in self.counters.items():
             sent[path] = tuple(map(add, sent[path], counter.sent)) if path in sent else counter.sent
         return sent
 
     def sent_bytes(self) -> Counter[RowPartition]:
-        """Return the bytes of rows that all ranks have sent, by bands."""
         sums: Counter[RowPartition] = Counter()
         for (_, bands), counter in self.counters.items():
             if not self.layers:
@@ -480,7 +462,6 @@ class _Recorder:
         return sums
 
     def whole_calls(self) -> tuple[WholeCall, ...]:
-        """Return the calls that ran whole, largest first."""
         total = max(self.flops, 1)
         calls = [
             WholeCall(
@@ -514,7 +495,6 @@ def dry_run(
         model: it does not change, and need not be copied.
         manager: this rank's position in the mesh, with the planned bands; the one that the model
             was converted with.
-        shapes: the shapes of its global inputs.
         inputs: returns the arguments of the call; by default one tensor of each shape.
         rank: the rank of the domain to run as.
         on_globe: whether to run through the global domain, or as the model is, with its converted
@@ -564,7 +544,6 @@ def _as_rank(
     on_globe: bool,
     stage: int | None,
 ) -> Iterator[tuple[DomainParallelManager, Domain | None]]:
-    """Let a model compute as one of the ranks; return its manager, and its domain if it has one."""
     before = manager.rank, manager.transport
     ranks = manager.domain_parallel_size
     with preserve_model(model):
@@ -602,8 +581,6 @@ def _run(
     stage: int | None,
     memo: ShapeMemo | None,
 ) -> DryRun:
-    """Run a model's step once, with these assumptions; see `dry_run`."""
-
     def local_shape(shape: Shape) -> Shape:
         is_cut = is_banded(shape)
         if domain is not None and stage is not None:
@@ -670,7 +647,6 @@ def _bands_of_call(module: nn.Module, args: tuple[Any, ...]) -> Bands | None:
 
 
 def _output_spec(x: Tensor, domain: Domain | None) -> OutputSpec:
-    """Return the spec of an output; one that was taken out of the domain has its global shape."""
     # None if a hook has replaced it, or the model runs inside of another one.
     rows = None if domain is None or domain.outputs is None else domain.outputs.get(x)
     shape = list(x.shape)
@@ -685,7 +661,6 @@ def _result(
     outputs: tuple[OutputSpec, ...],
     decisions: tuple[AssumedValue, ...],
 ) -> DryRun:
-    """Return what a recorder has noted, given the traffic of the forward and the outputs."""
     ranks = recorder.manager.domain_parallel_size
     no_traffic = (RankTraffic(),) * ranks
     # Counters only grow: the backward is the difference to the counts after the forward.
@@ -722,7 +697,6 @@ def _forward(
     kwargs: Mapping[str, Any],
     recorder: _Recorder,
 ) -> list[Tensor]:
-    """Return the tensors of a model's outputs."""
     with torch.autograd.graph.saved_tensors_hooks(recorder.save, lambda x: x):
         return tensor_leaves(model(*args, **kwargs))
 
@@ -734,7 +708,6 @@ def _errors_of_model(
     """Name the module and the line of the model that failed in errors.
 
     Args:
-        recorder: of the run.
         inputs_name: what the model runs on, for messages.
         inputs: of the model, with the shapes that its code sees.
 

@@ -23,8 +23,6 @@ class RowRange(NamedTuple):
     """Consecutive rows `start` to `stop - 1` of the globe, as a layer needs them.
 
     Attributes:
-        start: first global row.
-        stop: global row after the last.
         flipped: the rows come in the order from south to north.
         rotated: the rows are rotated by half the longitudes (`W // 2` columns), as the rows beyond
             a pole are.
@@ -49,7 +47,6 @@ class RowCopy(NamedTuple):
     Attributes:
         source_rank: the rank that owns the rows; this rank's own band is a source, too.
         start: first row within what the source sends, or within this rank's band.
-        stop: row after the last.
         result_start: row of the result at which they begin.
         row_range: the range that they are part of, which says whether to flip and rotate them.
     """
@@ -65,9 +62,7 @@ class RowMessage(NamedTuple):
     """The rows of one message between this rank and a peer.
 
     Attributes:
-        peer: the other rank.
         ranges: in the band of the rank that owns the rows: first row and number of rows.
-        length: the number of all rows.
     """
 
     peer: int
@@ -84,7 +79,6 @@ class RowExchange:
     travel in one message.
 
     Attributes:
-        partition: the bands of the tensor.
         required_rows: for each rank the ranges that it needs, in the order of its result.
         rank: the rank that this object belongs to. Partition and required rows are the same on all
             ranks, so that senders and receivers agree on every message.
@@ -153,7 +147,6 @@ class RowExchange:
         return tuple(ranges)
 
     def _message(self, peer: int, rank: int, owner: int) -> RowMessage:
-        """Return the rows that `rank` needs from `owner`, each once, from north to south."""
         band = self.partition.rows(owner)
         clipped = (
             (max(row_range.start, band.start), min(row_range.stop, band.stop))
@@ -186,7 +179,6 @@ class RowExchange:
         return copies
 
     def _source_index(self, owner: int, row: int) -> int:
-        """Return the index of a global row in its owner's message or in this rank's band."""
         row -= self.partition.bounds[owner]
         if owner == self.rank:
             return row
@@ -252,7 +244,6 @@ def rows_with_poles(start: int, stop: int, height: int, mode: str) -> tuple[RowR
     Args:
         start: first row; rows below 0 are north of the globe.
         stop: row after the last; rows from `height` on are south of the globe.
-        height: rows of the globe.
         mode: one of `POLE_MODES`.
 
     Raises:

@@ -36,7 +36,6 @@ def global_mean(
 
     Args:
         values: on this rank's rows, of its own samples; on its GPU if the ranks send by nccl.
-        manager: this rank's position in the mesh.
         weights: of the values and on their device, for example the areas of the rows; only their
             ratios matter. None: all alike.
 
@@ -84,7 +83,6 @@ def sum_gradients(model: nn.Module, manager: DomainParallelManager) -> None:
 
     Args:
         model: converted, and in no wrapper that averages gradients itself.
-        manager: this rank's position in the mesh.
 
     Raises:
         UserError: the gradients are summed already and were not set to None since: a second sum
@@ -151,7 +149,6 @@ def reduce_gradients(
 
 
 def _buckets(parameters: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-    """Yield parameters that learn, in groups of one dtype and of about `BUCKET` bytes."""
     bucket: list[nn.Parameter] = []
     for parameter in parameters:
         if not parameter.requires_grad:

@@ -46,8 +46,6 @@ class HaloExchange(nn.Module):
     """Adds `halo_width` rows of each neighbour to a band, and zeros beyond the poles.
 
     Args:
-        halo_width: rows to add on each side.
-        dim: the row dimension.
         manager: by default `get_domain_parallel_manager()`, looked up at the first forward.
 
     Shapes:
@@ -94,7 +92,6 @@ class HaloExchange(nn.Module):
 
 
 def _halo_rows(rows: int, width: int, manager: DomainParallelManager) -> RowExchange:
-    """Return the exchange for a band of `rows` rows; a collective."""
     partition = manager.gather_partition(rows)
     # All ranks see all sizes, so that they raise together and none waits for another's rows.
     if partition.ranks > 1 and min(partition.sizes) < width:
@@ -127,7 +124,6 @@ class _HaloExchangeFunction(torch.autograd.Function):
         dim: int,
         manager: DomainParallelManager | Transport,
     ) -> Tensor:
-        """Return the rows that this rank needs."""
         if isinstance(manager, DomainParallelManager):
             halo = _halo_rows(x.shape[dim], halo, manager) if isinstance(halo, int) else halo
             manager = manager.transport
@@ -163,9 +159,6 @@ def fetch_rows(x: Tensor, exchange: RowExchange, transport: Transport, dim: int 
     """Return the rows that this rank needs; differentiable, called by all ranks together.
 
     Args:
-        x: this rank's band.
-        exchange: the rows that every rank needs.
-        transport: sends the messages.
         dim: the row dimension, negative. Rotated ranges rotate the last dimension.
 
     Shapes:
@@ -186,9 +179,6 @@ def add_to_owners(x: Tensor, exchange: RowExchange, transport: Transport, dim: i
 
     Args:
         x: the rows that this rank needs, whose values are added up by the owners of the rows.
-        exchange: the rows that every rank needs.
-        transport: sends the messages.
-        dim: the row dimension, negative.
 
     Shapes:
         `(..., exchange.length, W)` -> `(..., H_local, W)` for `dim=-2`.
@@ -314,7 +304,6 @@ def start_returning_gradients(
 
 
 def _pack_rows(x: Tensor, message: RowMessage, dim: int) -> Tensor:
-    """Return the rows of a message as one contiguous tensor."""
     parts = [x.narrow(dim, start, length) for start, length in message.ranges]
     return (torch.cat(parts, dim) if len(parts) > 1 else parts[0]).contiguous()
 
@@ -331,7 +320,6 @@ def _pack_gradients(grad: Tensor, exchange: RowExchange, message: RowMessage, di
 
 
 def _unpack_add(total: Tensor, rows: Tensor, message: RowMessage, dim: int) -> None:
-    """Add the gradients of a message to those of the band; the adjoint of `_pack_rows`."""
     offset = 0
     for start, length in message.ranges:
         total.narrow(dim, start, length).add_(_narrow(rows, dim, offset, length))
@@ -341,7 +329,6 @@ def _unpack_add(total: Tensor, rows: Tensor, message: RowMessage, dim: int) -> N
 def _copy_rows_from(
     result: Tensor, rows: Tensor, exchange: RowExchange, source_rank: int, dim: int
 ) -> None:
-    """Copy all rows of one rank to their positions in the result."""
     for copy in exchange.copies_from(source_rank):
         length = copy.stop - copy.start
         source = _flip_and_rotate(_narrow(rows, dim, copy.start, length), copy.row_range, dim, 1)
@@ -349,7 +336,6 @@ def _copy_rows_from(
 
 
 def _accumulate_rows(total: Tensor, grad: Tensor, copies: Iterable[RowCopy], dim: int) -> None:
-    """Add the gradients of copies to those of their source rows; adjoint of `_copy_rows_from`."""
     for copy in copies:
         length = copy.stop - copy.start
         source = _flip_and_rotate(
@@ -401,7 +387,6 @@ def empty_rows_like(x: Tensor, dim: int, rows: int) -> Tensor:
 
 
 def _narrow(x: Tensor, dim: int, start: int, length: int) -> Tensor:
-    """Return some rows of `x`; without an operation if these are all."""
     return x if length == x.shape[dim] else x.narrow(dim, start, length)
 
 

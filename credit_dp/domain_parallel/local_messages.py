@@ -50,8 +50,6 @@ _NO_SIGNAL = getattr(socket, "MSG_NOSIGNAL", 0)
 
 @final
 class _Message:
-    """A message, and what remains of it: first its size, by which the receiver checks it."""
-
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor  # keeps the memory alive
         values = _bytes_of(tensor)
@@ -61,7 +59,6 @@ class _Message:
         self.rest = [memoryview(self.size), values]
 
     def skip(self, count: int) -> None:
-        """Leave out the first bytes, which have been sent or received."""
         rest = self.rest
         while rest and count >= len(rest[0]):
             count -= len(rest.pop(0))
@@ -89,7 +86,6 @@ class _Connection:
         self.received = 0
 
     def send(self, tensor: Tensor) -> int:
-        """Send a message, or what of it fits; return how many have ended once it has."""
         self.to_send.append(_Message(tensor))
         goal = self.sent + len(self.to_send)
         if len(self.to_send) == 1:
@@ -97,12 +93,10 @@ class _Connection:
         return goal
 
     def receive(self, tensor: Tensor) -> int:
-        """Let the next message be received into a tensor; return how many have ended by then."""
         self.to_receive.append(_Message(tensor))
         return self.received + len(self.to_receive)
 
     def write(self) -> None:
-        """Send as much as the system takes now."""
         while self.to_send:
             message = self.to_send[0]
             while message.rest:
@@ -116,7 +110,6 @@ class _Connection:
             self.sent += 1
 
     def read(self) -> None:
-        """Receive as much as has come."""
         while self.to_receive:
             message = self.to_receive[0]
             while message.rest:
@@ -146,7 +139,6 @@ class _Connection:
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
-    """Return the memory of a contiguous tensor."""
     if not tensor.is_contiguous():
         raise ValueError(f"messages are contiguous, got strides {tensor.stride()}")
     size, address = tensor.nbytes, tensor.data_ptr()
@@ -166,7 +158,6 @@ class LocalMessages:
     """Messages between this rank and others of its machine.
 
     Args:
-        rank: this rank within its group.
         sockets: connected, by the other rank within the group.
         timeout: seconds to wait for others before an error.
         connects_all: whether all ranks of the group are connected to each other, the same on all.
@@ -265,10 +256,7 @@ def connect_local_ranks(
     """Connect the ranks of a group that are on one machine; collective.
 
     Args:
-        rank: within the group.
-        size: number of ranks of the group.
         gather: returns the tensors of all ranks, stacked; collective.
-        timeout: seconds that messages may take.
     """
     near = [peer for peer in range(size) if 0 < abs(peer - rank) <= MOST_DISTANT]
     if may_open_few_files():  # the process groups need them
@@ -301,7 +289,6 @@ def connect_local_ranks(
 
 
 def _listen(stack: ExitStack) -> tuple[socket.socket | None, bytes]:
-    """Return a socket that listens, and its path, until the stack ends; None where that fails."""
     try:
         path = bytes(stack.enter_context(temporary_folder()) / "rank")
         if len(path) > _PATH_BYTES:
@@ -316,7 +303,6 @@ def _listen(stack: ExitStack) -> tuple[socket.socket | None, bytes]:
 
 
 def _connect(path: bytes, rank: int) -> socket.socket:
-    """Return a socket that is connected to another rank, which learns this one's number."""
     connected = socket.socket(socket.AF_UNIX)
     try:
         connected.connect(path)
@@ -328,7 +314,6 @@ def _connect(path: bytes, rank: int) -> socket.socket:
 
 
 def _accept(listener: socket.socket) -> tuple[int, socket.socket]:
-    """Return a rank that has connected, and the socket."""
     accepted, _ = listener.accept()
     accepted.settimeout(SECONDS_TO_MEET)
     try:
@@ -342,7 +327,6 @@ def _accept(listener: socket.socket) -> tuple[int, socket.socket]:
 
 
 def _machine() -> bytes:
-    """Return what only ranks of one machine have in common."""
     try:
         name = Path("/proc/sys/kernel/random/boot_id").read_text()
     except OSError:  # not Linux

@@ -66,7 +66,6 @@ class TrafficLowerBound:
             self._add(source, rows, row_bytes(output, layer.dim), output)
 
     def _add(self, source: RowPartition, rows: int, row_size: int, x: Tensor) -> None:
-        """Add `rows` rows of `x`, twice if their gradients are returned in backward."""
         # Activation checkpointing runs a forward again within backward: it fetches again, but its
         # gradients were counted the first time.
         directions = 2 if x.requires_grad and backward_pass() < 0 else 1
@@ -107,5 +106,4 @@ def min_rows_moved(layer: DomainParallelRowGroups, bands: RowPartition) -> int:
 
 
 def _channel_row_bytes(x: Tensor) -> int:
-    """Return the bytes of one row of one channel, over all samples."""
     return x.shape[:-3].numel() * x.shape[-1] * x.element_size()

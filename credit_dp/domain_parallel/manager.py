@@ -223,7 +223,6 @@ class DomainParallelManager:
 
 
 def _group_transport(group: dist.ProcessGroup | None) -> Transport:
-    """Return the transport of an axis; collective of its ranks."""
     if group is None or dist.get_world_size(group) == 1:
         return SingleRankTransport()
     transport = GroupTransport(group)

@@ -46,9 +46,6 @@ class CompareParameters:
     the same on all ranks, whatever their rows and gradients are. Only replicated parameters are
     compared: those of FSDP are left out.
 
-    Args:
-        manager: this rank's position in the mesh.
-
     Raises:
         UserError: on all ranks, naming the first parameter that differs.
     """

@@ -40,7 +40,6 @@ class RowPartition:
 
     Attributes:
         bounds: where the bands begin, and the number of rows of the globe at the end.
-        sizes: the number of rows of each rank.
 
     Raises:
         ValueError: the bounds don't start at 0 or decrease.
@@ -125,11 +124,7 @@ class RowPartition:
 
 @final
 class BandTable:
-    """The partition of every global height: all layers that see a height use the same bands.
-
-    Args:
-        ranks: number of bands.
-    """
+    """The partition of every global height: all layers that see a height use the same bands."""
 
     def __init__(self, ranks: int) -> None:
         self.ranks = ranks
@@ -195,7 +190,6 @@ class BandTable:
         of finer levels are aligned with them.
 
         Args:
-            heights: global numbers of rows.
             ties: height -> coarser height, each of whose rows stands for several of this height's;
                 both get the same bands.
             units: height -> number of rows that its bands should be multiples of.
@@ -303,7 +297,6 @@ def _levels(model: nn.Module) -> list[_Level]:
 
 
 def _window_rows(window: object) -> int | None:
-    """Return the rows of a window: one number, (rows, columns) or (levels, rows, columns)."""
     if isinstance(window, (list, tuple)) and len(window) > 1:
         window = window[-2]
     return window if isinstance(window, int) and not isinstance(window, bool) else None

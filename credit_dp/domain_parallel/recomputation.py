@@ -103,7 +103,6 @@ def checkpoint_modules(
     Call it after conversion and after sharding of parameters.
 
     Args:
-        model: converted, if it is to be.
         paths: of the modules, none within another one; "" stands for the model.
         keep_state: keeps what a forward depends on beside its inputs.
         draws: whether a forward may draw from torch's random numbers.
@@ -151,12 +150,8 @@ class CheckpointedForward:
     """The forward of a module that keeps only its inputs, and what it received.
 
     Args:
-        module: whose forward it is.
-        path: of the module, for messages.
-        keep_state: keeps what a forward depends on beside its inputs.
         with_hooks: whether to call the module, so that its hooks run again, too; otherwise its
             forward alone.
-        draws: whether a forward may draw from torch's random numbers.
 
     Raises:
         UserError: at the first call, if the forward changes a buffer: the second one would again.
@@ -203,7 +198,6 @@ class CheckpointedForward:
         return output
 
     def _contexts(self) -> tuple[AbstractContextManager[object], AbstractContextManager[object]]:
-        """Return the contexts of a forward and of its recomputation."""
         messages = ReceivedMessages(self.path)
         shared = [] if self.with_hooks else open_hooks(self.module)
         again = [self.keep_state(self.module), open_as_now()]
@@ -230,7 +224,6 @@ class _Recomputation:
     """The context in which a forward is computed again; entered once for each backward pass.
 
     Args:
-        messages: that the forward received.
         shared: the exchanges that the module's hooks, which torch does not run again, had opened.
         again: make the contexts of the state that the forward depended on.
     """

@@ -57,22 +57,18 @@ AnyRule = TypeVar("AnyRule", bound=Callable[..., Any])
 
 # Compatibility: these four functions decide nothing here, the rules below do.
 def _needs_halo_conv2d(conv: nn.Conv2d) -> bool:
-    """Return whether an output row depends on more than one input row."""
     return conv.kernel_size[0] > 1
 
 
 def _needs_halo_conv3d(conv: nn.Conv3d) -> bool:
-    """Return whether an output row depends on more than one input row."""
     return conv.kernel_size[1] > 1
 
 
 def _needs_halo_conv_transpose2d(conv: nn.ConvTranspose2d) -> bool:
-    """Return whether output rows of one input row overlap those of the next."""
     return conv.kernel_size[0] > conv.stride[0]
 
 
 def _needs_halo_conv_transpose3d(conv: nn.ConvTranspose3d) -> bool:
-    """Return whether output rows of one input row overlap those of the next."""
     return conv.kernel_size[1] > conv.stride[1]
 
 
@@ -179,7 +175,6 @@ def register(key: Any) -> Callable[[AnyRule], AnyRule]:
 
 
 def _source(rule: Any) -> str:
-    """Return where a rule is from, the same for one whose file was imported again."""
     while isinstance(rule, partial):
         rule = rule.func
     kind = type(rule)

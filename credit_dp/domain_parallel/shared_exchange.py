@@ -46,11 +46,8 @@ class _FetchedRows:
     """The fetched rows of a tensor.
 
     Attributes:
-        x: the tensor that the readers are called with.
         version: its version counter at the time of the exchange, which torch increments whenever
             the tensor is written to.
-        grad_enabled: whether gradients were recorded.
-        rows: the rows of each reader.
         remaining_uses: for each reader the number of calls that are still to come.
     """
 
@@ -61,7 +58,6 @@ class _FetchedRows:
     remaining_uses: list[int]
 
     def is_valid_for(self, x: Tensor, reader: int) -> bool:
-        """Return whether a reader of `x` can still use these rows."""
         is_unchanged = self.x is x and self.version == _version_of(x)
         return (
             is_unchanged
@@ -71,7 +67,6 @@ class _FetchedRows:
 
 
 def _version_of(x: Tensor) -> int:
-    """Return how often a tensor was written to; 0 in compiled code."""
     # torch's compiler does not know it. It traces what was planned: readers of which the plan has
     # seen that nobody writes to the tensor in between.
     return 0 if torch.compiler.is_dynamo_compiling() else version_of(x)
@@ -154,7 +149,6 @@ class SharedExchange:
         return rows
 
     def _make_plan(self, bands: list[Bands]) -> tuple[RowExchange, tuple[Window, ...]]:
-        """Return the exchange of the rows that any reader needs, and each reader's part of them."""
         input_bands = bands[0].input
         required_rows = []
         windows = []
@@ -273,7 +267,6 @@ def share_exchanges(model: nn.Module, runs: Iterable[frozenset[ReaderGroup]]) ->
     """Let layers share an exchange if they read the same tensor in every planned run.
 
     Args:
-        model: a converted model.
         runs: the reader groups of each planned run, as the model may behave differently in training
             and evaluation.
     """
@@ -321,7 +314,6 @@ def _shareable_groups(
 
 
 def _fetches_windows(layer: StencilLayer) -> bool:
-    """Return whether a layer fetches its rows as `StencilLayer` does, and needs any from others."""
     overrides_fetching = (
         type(layer).required_rows is not StencilLayer.required_rows
         or type(layer).fetch is not StencilLayer.fetch
@@ -333,7 +325,6 @@ def _fetches_windows(layer: StencilLayer) -> bool:
 
 
 def _windows_leave_no_gap(layers: list[StencilLayer]) -> bool:
-    """Return whether the windows of every rank leave no gap, whose rows would be sent in vain."""
     for height in layers[0].planned_heights:
         bands = [layer.planned_bands(height) for layer in layers]
         for rank in range(bands[0].input.ranks):
@@ -350,7 +341,6 @@ def _windows_leave_no_gap(layers: list[StencilLayer]) -> bool:
 
 
 def _innermost_common_module(names: list[str], modules: dict[str, nn.Module]) -> nn.Module:
-    """Return the innermost module around all of these that is called itself."""
     path = []
     for parts in zip(*(name.split(".")[:-1] for name in names), strict=False):
         if len(set(parts)) > 1:

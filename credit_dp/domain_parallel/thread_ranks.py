@@ -32,8 +32,6 @@ def run_on_threads(
     """Return the results of `work(manager)` on ranks that share one globe, in rank order.
 
     Args:
-        ranks: number of bands, each of a thread.
-        work: called once per rank, with its manager.
         timeout: seconds after which ranks that have not finished count as stuck.
 
     Raises:
@@ -55,7 +53,6 @@ class ThreadRanks(Generic[Result]):
     """Runs a function once per rank, each in a thread.
 
     Args:
-        world: the mailboxes that the ranks' transports share.
         timeout: seconds after which ranks that have not finished count as stuck.
     """
 

@@ -69,7 +69,6 @@ class Transport(ABC):
 
     Args:
         rank: this rank's index within the domain.
-        size: number of ranks of the domain.
 
     Attributes:
         traffic: what this rank has sent so far.
@@ -92,9 +91,7 @@ class Transport(ABC):
         """Hook for transports that only count messages: called before all ranks start an exchange.
 
         Args:
-            exchange: the rows that every rank needs.
             x: a tensor whose rows have the size of those that are sent.
-            dim: its row dimension, negative.
             backward: whether gradients are returned: then messages go in the opposite direction.
         """
 
@@ -181,9 +178,6 @@ class ReceivedMessages:
 
     The second forward makes the same calls in the same order, on every rank: it computes the same
     from the same inputs.
-
-    Args:
-        path: of the part, for messages.
     """
 
     def __init__(self, path: str = "the model") -> None:
@@ -273,7 +267,6 @@ def keeps_messages() -> bool:
 
 
 def _own_copy(x: Tensor) -> Tensor:
-    """Return a tensor that keeps no larger one alive."""
     return x if x.untyped_storage().nbytes() == x.nbytes else x.clone()
 
 
@@ -405,7 +398,6 @@ class GroupTransport(Transport):
     def _start_one_by_one(
         self, send: Sequence[PeerTensor], receive: Sequence[PeerTensor]
     ) -> Callable[[], None]:
-        """Start messages of a CPU."""
         local = self._local
         if local is None:
             return self._start_over_group(send, receive)
@@ -463,7 +455,6 @@ class GroupTransport(Transport):
         return is_small and self._local is not None and self._local.connects_all
 
     def _of_each_rank(self, x: Tensor) -> list[Tensor]:
-        """Return the `x` of every rank, by messages to each."""
         x = x.detach().contiguous()
         of_ranks = [x if rank == self.rank else torch.empty_like(x) for rank in range(self.size)]
         received = [(rank, other) for rank, other in enumerate(of_ranks) if rank != self.rank]
@@ -490,7 +481,6 @@ class GroupTransport(Transport):
 
 
 def _real(x: Tensor) -> Tensor:
-    """Return a view of real numbers: back ends send no complex ones."""
     return torch.view_as_real(x) if x.is_complex() else x
 
 
@@ -524,11 +514,7 @@ class ThreadWorld:
     """The mailboxes that ranks share which are threads of one process.
 
     Args:
-        size: number of ranks.
         timeout: seconds that a rank waits for a message before it raises `TimeoutError`.
-
-    Attributes:
-        failed: set once a rank has failed.
     """
 
     def __init__(self, size: int, timeout: float = 60.0) -> None:

@@ -47,13 +47,8 @@ class VerifyReport:
     """Relative errors of the sharded model: largest difference over largest entry.
 
     Attributes:
-        ranks: number of bands.
-        input_shapes: the shapes of the global inputs.
-        tolerance: the largest error that passes.
         outputs: by position in the model's output (`output[1]`, `output['u']`, `output.u`).
         input_gradients: by number of the input (`input 0`).
-        gradients: by name of the parameter.
-        buffers: by name of the buffer.
     """
 
     ranks: int
@@ -107,9 +102,6 @@ def verify_domain_parallel(
         input_shape: the shape of the global input with its batch, `(B, C, H, W)`, or a tuple of
             shapes for several inputs. A small grid will do: heights only have to suit the ranks.
         ranks: number of bands, at least two.
-        custom_converters: as for `convert_to_domain_parallel`.
-        whole_ops: as for `convert_to_domain_parallel`.
-        tolerance: the largest relative error that passes.
         seed: determines the model's parameters, the inputs and the gradients of the outputs.
         device: where the model runs, all ranks on the same GPU if it is one.
 
@@ -172,12 +164,10 @@ def _existing_device(name: torch.device | str) -> torch.device:
 
 
 def _as_default(device: torch.device) -> AbstractContextManager[Any]:
-    """Create tensors without a device on this one, as a model may create constants."""
     return nullcontext() if torch.empty(0).device == device else device
 
 
 def _in_double_precision(model: nn.Module) -> nn.Module:
-    """Make a model's parameters and buffers float64, or complex128 if they are complex."""
     complex_tensors = [x for x in (*model.parameters(), *model.buffers()) if x.is_complex()]
     for x in complex_tensors:
         x.data = x.data.to(torch.complex128)
@@ -258,8 +248,6 @@ class _BandModel:
         self.model = train_without_dropout(converted)
 
     def step(self, inputs: list[Tensor], cotangents: list[Tensor]) -> StepResult:
-        """Run forward and backward on this rank's bands of the inputs and cotangents."""
-
         def local_cotangents(outputs: list[Tensor]) -> list[Tensor]:
             pairs = zip(outputs, cotangents, strict=True)
             return [local_cotangent(y, cotangent, self.manager) for y, cotangent in pairs]
@@ -290,8 +278,6 @@ def run_step(
     """Run a model forward and backward on copies of `inputs`.
 
     Args:
-        model: in the mode in which it is to run.
-        inputs: its inputs.
         cotangents: returns the gradients of the outputs, given those outputs that require grad.
     """
     fields = [x.clone().requires_grad_() for x in inputs]
@@ -363,7 +349,6 @@ def join_bands(parts: Sequence[Tensor], shape: Sequence[int], summed: bool) -> l
     """Return the global tensor of this shape that the parts of all ranks make.
 
     Args:
-        parts: the tensor of each rank, in rank order.
         shape: of the unsharded tensor.
         summed: whether to sum the tensors of all ranks if they are not bands; otherwise each of
             them is returned.
@@ -407,7 +392,6 @@ def _to_coordinates(x: Tensor) -> Tensor:
 
 
 def _stored_entries(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the entries of two tensors; if both are sparse, all that one or both of them store."""
     if a.layout is torch.strided or b.layout is torch.strided:
         return _to_dense(a), _to_dense(b)
     # Dense, the matrix of a stencil or of weights between two grids has more entries than memory.

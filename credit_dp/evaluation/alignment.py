@@ -382,7 +382,6 @@ def truth_step_hours(
 def _variable_configs(
     config: DataConfig, forecast: ForecastStore, truth: Source
 ) -> dict[str, VariableConfig]:
-    """Return the config's variables, with those converted that the forecast has in another unit."""
     configs = dict(config.variables)
     for name in config.prognostic:
         if name in truth.variables:
@@ -449,7 +448,6 @@ def _validated_levels(
 
 
 def _check_times(truth: Store, valid: NDArray[np.datetime64]) -> None:
-    """Check that the truth has all times of forecasts, `(N, 1 + leads)`."""
     missing = ~np.isin(valid, truth.times)
     if missing.any():
         text = truth.calendar.text

@@ -78,7 +78,6 @@ class EvaluationResult:
     """The scores of one run or scorecard.
 
     Attributes:
-        name: its name in tables.
         kind: `RUN` or `CARD`.
         units: by channel.
         scores: by key, then by source: `forecast`, `persistence` and so on. Scores that are
@@ -165,7 +164,6 @@ def _read_scorecard(folder: Path, name: str) -> EvaluationResult:
 def _flatten_scores(
     nested: Mapping[str, Any], region: str = GLOBAL
 ) -> dict[ScoreKey, dict[str, float]]:
-    """Return finite values by key and source, from JSON by channel, score, lead time, source."""
     flat: dict[ScoreKey, dict[str, float]] = {}
     for channel, scores in nested.items():
         for score, leads in scores.items():
@@ -343,7 +341,6 @@ def _compare_score(key: ScoreKey, results: Sequence[EvaluationResult]) -> Compar
 
 
 def _single_smallest(costs: Sequence[float | None]) -> int | None:
-    """Return the index of the smallest cost; None for ties and if a cost is missing."""
     # A tie is no win: rounding alone would decide it.
     known = [cost for cost in costs if cost is not None]
     if len(known) < len(costs):
@@ -353,7 +350,6 @@ def _single_smallest(costs: Sequence[float | None]) -> int | None:
 
 
 def _setup_warnings(results: Sequence[EvaluationResult]) -> list[str]:
-    """Warn about setups that differ from the first result's."""
     return [
         f"not comparable: {results[0].name} and {other.name} differ in {aspect}"
         for aspect in results[0].setup
@@ -363,7 +359,6 @@ def _setup_warnings(results: Sequence[EvaluationResult]) -> list[str]:
 
 
 def _baseline_warnings(results: Sequence[EvaluationResult], keys: Sequence[ScoreKey]) -> list[str]:
-    """Warn if baselines differ: with the same truth and dates they score the same."""
     # Catches setups that differ where neither file says so, such as another copy of the truth.
     first = results[0]
     lines = []
@@ -383,7 +378,6 @@ def _baseline_warnings(results: Sequence[EvaluationResult], keys: Sequence[Score
 
 
 def _omission_warnings(results: Sequence[EvaluationResult], mismatched: set[str]) -> list[str]:
-    """Warn about channels that are left out, at most three by name for each result."""
     lines = [f"left out: {channel} has different units" for channel in sorted(mismatched)]
     for result in results:
         missing = {key.channel for other in results for key in other.scores} - {
@@ -397,7 +391,6 @@ def _omission_warnings(results: Sequence[EvaluationResult], mismatched: set[str]
 
 
 def _differing_config(results: Sequence[EvaluationResult]) -> dict[str, tuple[str, ...]]:
-    """Return the keys that differ between runs, with the value of each run."""
     if results[0].kind != RUN:
         return {}
     keys = sorted({key for result in results for key in result.config})
@@ -418,7 +411,6 @@ class ScoreSection(NamedTuple):
     Attributes:
         image: `data:` URI of its curves; None if they could not be drawn.
         wins: says how often each result is the best; may be empty.
-        rows: of the table.
     """
 
     metric: Metric

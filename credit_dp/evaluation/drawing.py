@@ -17,12 +17,7 @@ logger = logging.getLogger(__name__)
 def draw_or_warn(
     name: str, draw: Callable[P, T], *arguments: P.args, **keywords: P.kwargs
 ) -> T | None:
-    """Return the result of a function that draws; if it fails, warn in one line and return None.
-
-    Args:
-        name: of the figure, for the warning.
-        draw: called with the other arguments.
-    """
+    """Return the result of a function that draws; if it fails, warn in one line and return None."""
     try:
         # No error at all of a figure may end a command.
         return draw(*arguments, **keywords)

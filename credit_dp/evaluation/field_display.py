@@ -44,7 +44,6 @@ class Display(NamedTuple):
 
     Attributes:
         label: for titles; empty for the variable's name.
-        unit: in which it is shown.
         colours: of matplotlib; empty for those that fit the values.
         difference_unit: of errors, which have no offset.
         departure: whether colours show the departure from the mean along each row, so that waves
@@ -193,7 +192,6 @@ def _steps(low: float, high: float) -> NDArray[np.float64]:
 def _scale(
     name: str, edges: Sequence[float] | NDArray[np.float64], extend: str, below: str = ""
 ) -> ColourScale:
-    """Return a scale with a colour between each pair of edges and at each end with an arrow."""
     first = int(extend == "both")
     inner = len(edges) - 1
     shades = [

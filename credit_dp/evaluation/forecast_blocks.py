@@ -45,7 +45,6 @@ class Block:
     """The forecasts of one variable from one initial time, at some lead times.
 
     Attributes:
-        initial_time: of the forecasts.
         channels: indices of the variable's channels.
         leads: indices into the scored lead times.
         forecast: `(leads, M, C, H, W)`.
@@ -82,7 +81,6 @@ class TimeWindow:
     """A sliding window of fields: reads whole chunks and keeps fields until they are dropped.
 
     Args:
-        times: all that will be needed, rising.
         chunks: the number of the chunk that each time is in.
         read: reads the fields at several times, `(T, C, H, W)`.
         max_times: how many fields to keep at most; more only while they are needed at once.
@@ -193,13 +191,11 @@ class GroupReader:
 
     @property
     def _max_times(self) -> int:
-        """Return how many times of the group, in float32, fill half of `MAX_BYTES`."""
         height, width = self._aligned.truth.grid
         count: int = self._channels.stop - self._channels.start
         return MAX_BYTES // (2 * 4 * count * height * width)
 
     def _initial_time_batches(self) -> list[Indices]:
-        """Return batches of indices of initial times whose forecasts share chunks."""
         initials = self._aligned.initial_indices
         forecast = self._aligned.forecast
         length = max(forecast.initial_times_per_chunk(name) for name in self._group)
@@ -213,7 +209,6 @@ class GroupReader:
         ]
 
     def _drop_before(self, start: np.datetime64) -> None:
-        """Forget fields that no forecast from this or a later initial time needs."""
         # Climatology is needed from the first valid time on, the truth from the initial time on.
         self._climatology.drop_before(start + self._lead_times[0])
         self._initial_truth.drop_before(start)
@@ -221,7 +216,6 @@ class GroupReader:
             self._truth.drop_before(start + self._lead_times[0])
 
     def _load(self, starts: Times) -> None:
-        """Read the truth and climatology for the forecasts from these initial times."""
         times = np.unique(starts[:, None] + self._lead_times)
         if self._truth is self._initial_truth:
             self._truth.load(np.union1d(times, starts))
@@ -231,7 +225,6 @@ class GroupReader:
         self._climatology.load(times)
 
     def _truth_window(self, times: Times) -> TimeWindow:
-        """Return a window of the truth at these times."""
         truth = self._aligned.truth
         chunks = truth.chunk_numbers(truth.channels.output_channels[self._channels.start], times)
         return TimeWindow(times, chunks, self._read_truth, self._max_times)
@@ -302,7 +295,6 @@ class GroupReader:
         return fields
 
     def _within_limits(self, fields: FieldArray, channels: slice) -> bool:
-        """Whether all values of `(T, C, H, W)` are finite and in their channel's range."""
         truth = self._aligned.truth
         in_range = truth.limits.in_range(
             truth.channels.output_channels[channels], *extremes(fields)
@@ -315,8 +307,6 @@ class GroupReader:
         """Refuse values of `(T, C, H, W)` that are out of range where the truth has values.
 
         Args:
-            where: the store, for the message.
-            dates: the time of each field, for the message.
             forecast: refuse only implausible fields; a merely poor forecast is scored.
         """
         if self._valid is not None:
@@ -335,12 +325,10 @@ class GroupReader:
                 )
 
     def _slice_in_group(self, channels: slice) -> slice:
-        """Return the indices of a variable's channels within the group."""
         first = self._channels.start
         return slice(channels.start - first, channels.stop - first)
 
     def _count_missing(self, fields: FieldArray, channels: slice) -> Indices:
-        """Count points that only the truth has values on: `(..., C, H, W)` -> `(...)`."""
         missing = ~np.isfinite(fields)
         if self._valid is not None:
             missing &= self._valid[channels]

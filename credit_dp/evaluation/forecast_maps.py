@@ -112,7 +112,6 @@ class Chart:
     """A figure of one map, on which the lead times of a forecast are drawn one after the other.
 
     Attributes:
-        figure: with the map.
         leads: indices of the lead times to draw.
     """
 
@@ -331,7 +330,6 @@ def _checked_box(values: tuple[float, ...]) -> Box:
 
 
 def _common_part(wanted: Box, whole: Box, request: ChartRequest) -> Box:
-    """Return the part of a box that a grid covers."""
     south, north = max(wanted.south, whole.south), min(wanted.north, whole.north)
     west, east = wanted.west, wanted.east
     if wanted.goes_round and not whole.goes_round:

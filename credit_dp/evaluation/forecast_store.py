@@ -127,16 +127,13 @@ class ForecastStore:
 
     Attributes:
         where: its address, for messages; without secrets.
-        calendar: of the initial times.
         initial_times: `(I,)` datetime64, rising.
         lead_times: `(L,)` timedelta64, rising.
         members: number of members; 1 without an ensemble.
         grid: of the fields that are read: rows from the north, columns in the store's order.
         stored_grid: of the store; another one after `interpolate_to`.
-        variables: the forecast variables by name.
         model_levels: see `VariableInfo`.
         span: timedelta64[ns], span of sums; None if the store does not state it.
-        attributes: global attributes.
     """
 
     def __init__(self, dataset: xr.Dataset, where: str) -> None:
@@ -236,7 +233,6 @@ class ForecastStore:
         A variable that is stored so, or is no wind, stays as it is. Call it after `interpolate_to`.
 
         Args:
-            name: of the variable.
             to_grid: whether along the axes; see `lies_along_grid`.
 
         Raises:
@@ -281,8 +277,6 @@ class ForecastStore:
         several of the fields is read once.
 
         Args:
-            name, levels: of the variable.
-            inits, leads: indices.
             member: its index; None for all members.
 
         Raises:
@@ -302,7 +296,6 @@ class ForecastStore:
         leads: Indices,
         member: int | None = None,
     ) -> NDArray[np.float32]:
-        """Read a variable as it is stored, at the points of `grid`."""
         array = self._dataset[name].variable
         # Slices where possible: zarr reads them faster than lists of indices.
         selection = {"time": as_slice(inits), LEAD_DIM: as_slice(leads)}
@@ -349,7 +342,6 @@ def single_indices(indices: Indices) -> list[Indices]:
 
 
 def _rename_dims(dataset: xr.Dataset) -> xr.Dataset:
-    """Give the dims of forecasts their standard names."""
     # Redundant, and `standardise_dims` would take it for the time of the fields.
     dataset = dataset.drop_vars("valid_time", errors="ignore")
     named = {str(dataset[dim].attrs.get("standard_name")): str(dim) for dim in dataset.indexes}
@@ -368,7 +360,6 @@ def _is_forecast(array: xr.DataArray) -> bool:
 
 
 def _read_leads(dataset: xr.Dataset, where: str) -> NDArray[np.timedelta64]:
-    """Return the lead times, after checking that they are timedeltas and rise."""
     decoded = decode_durations(dataset[LEAD_DIM].variable, LEAD_DIM, where, "forecast")
     leads: NDArray[np.timedelta64] = decoded.astype("m8[ns]")
     if not len(leads):
@@ -387,7 +378,6 @@ def column_order(expected: Grid, stored: Grid, where: str, key: str) -> NDArray[
     """Return the index of the store's column at each column of the truth, `(W,)`.
 
     Args:
-        expected: the grid of the truth.
         stored: that of the store `where`, which was given as `key`.
 
     Raises:
@@ -409,7 +399,6 @@ def check_same_rows(expected: Degrees, stored: Degrees, where: str, key: str) ->
     """Check that two stores have the same latitudes; both `(H,)`, falling.
 
     Args:
-        expected: the truth's.
         stored: latitudes of the store `where`, which was given as `key`.
 
     Raises:

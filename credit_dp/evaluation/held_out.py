@@ -55,8 +55,6 @@ class EvaluationDates:
     """Initial and lead times to forecast.
 
     Attributes:
-        split: train, valid or test.
-        hours: lead times in hours.
         stride_hours: minimum distance between initial times.
         max_times: maximum number of initial times, evenly spaced; None: all.
     """
@@ -242,7 +240,6 @@ class LastLeadDiagnostics:
     """Spectra and an error map at the longest lead time, the same on every rank.
 
     Attributes:
-        hours: the lead time.
         spectra_channels: indices of the channels with spectra.
         map_channel: index of the channel with a map.
         spectra: of forecast and truth, `(2, channels, K, N)`, see `PowerSpectra`.
@@ -395,13 +392,11 @@ class HeldOutFields(ScoredFields):
         return difference.view_as(self._members).mean(dim=1)
 
     def _field(self, source: str) -> Tensor:
-        """Return the normalised fields of a source other than the forecast."""
         if source == CLIMATOLOGY and source not in self._fields:
             self._fields[source] = self._held_out.climatology(self._valid_times)
         return self._fields[source]
 
     def _scored(self, fields: Tensor) -> Tensor:
-        """Return normalised fields as they are scored."""
         return fields if self._normalised else self._held_out.denormalise(fields)
 
 
@@ -429,8 +424,6 @@ def evaluate(
     Args:
         batch_size: of the whole data axis, as in training.
         progress: called with the number of this rank's initial times that are done.
-        last_lead: collects the fields at the longest lead time.
-        members: of the rollout.
     """
     store = held_out.prepared.store
     sums = ScoreSums(

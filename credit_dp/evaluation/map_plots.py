@@ -85,7 +85,6 @@ def frame_of(cells: Grid, projection: str = "", box: Box | None = None) -> MapFr
     """Return the paper of a map.
 
     Args:
-        cells: of the fields.
         projection: one of `PROJECTIONS`; empty for Equal Earth of the globe, a polar one of what
             lies around a pole, and latitude over longitude of any other part. Ignored for grids
             that are on a projection themselves.
@@ -426,13 +425,7 @@ def add_legend(axes: Axes, handles: Sequence[Artist]) -> None:
 
 @final
 class Layout:
-    """Maps of one size in a row, with colour bars below them; all numbers are inches.
-
-    Args:
-        frame: of all maps.
-        columns: of maps.
-        above: room for titles.
-    """
+    """Maps of one size in a row, with colour bars below them; all numbers are inches."""
 
     BAR, TO_BAR, BELOW_BAR, BETWEEN = 0.12, 0.1, 0.42, 0.2
 
@@ -503,9 +496,7 @@ def draw_last_lead_errors(
     """Write a PNG with root-mean-square and mean error on each grid point.
 
     Args:
-        scores, last: of a run.
         field: of the channel of `last`, on the same grid.
-        path: of the PNG.
 
     Raises:
         UserError: the file can't be written.

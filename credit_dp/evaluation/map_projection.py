@@ -172,8 +172,6 @@ class SphereFrame(MapFrame):
     """A box of the sphere in a projection, for a grid with rows of latitude.
 
     Args:
-        cells: of the fields.
-        projection: of the map.
         box: what to show; the projection's middle is the box's.
     """
 
@@ -299,7 +297,6 @@ def _eastward(cells: Grid) -> bool:
 
 
 def _span(cells: Grid) -> float:
-    """Return the degrees from the first column to the last, negative westward."""
     steps = degrees_east(cells.longitude[1:], cells.longitude[:-1])
     return float(steps.sum())
 

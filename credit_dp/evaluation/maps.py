@@ -53,7 +53,6 @@ class FieldMap:
         forecast, truth: `(H, W)`, in `unit`.
         bounds: the first row of each rank's band, then H.
         channel: says how the field is shown.
-        model_levels: whether its level is a model level.
     """
 
     title: str

@@ -64,11 +64,7 @@ class Better(Enum):
         return int(np.nanargmin(values) if self is Better.SMALLER else np.nanargmax(values))
 
     def cost(self, scores: Mapping[str, float]) -> float | None:
-        """Return a number that is smaller for better forecasts; None if none can be better.
-
-        Args:
-            scores: by source.
-        """
+        """Return a number that is smaller for better forecasts; None if none can be better."""
         value = scores[FORECAST]
         match self:
             case Better.SMALLER:
@@ -136,7 +132,6 @@ class Extent:
         rows: area weight of each local row, `(h,)`; only their ratios matter.
         points: points with values; None: all points have values.
         samples: number of initial times, of all ranks together, whose sums are kept at once.
-        members: number of members of the forecast.
     """
 
     rows: Tensor
@@ -206,7 +201,6 @@ def wind_vector_rmse(
     The squared error of a vector is the sum of its components', and so is their mean.
 
     Args:
-        channels: C channels.
         rmse: their root-mean-square errors, `(sources, leads, C)`.
 
     Returns:
@@ -239,11 +233,9 @@ class Metric:
     """A score: what it is called, which values are better, and how it is computed.
 
     Attributes:
-        name: in files and tables.
         label: of axes.
         title: of sections.
         explanation: sentences below the title.
-        better: which values are better.
         accumulator: factory of its accumulator: `over_area(AreaMean)` averages over the globe and
             all initial times. None: `score` computes it.
         inputs: returns what the accumulator's `add` takes, for a source.
@@ -420,9 +412,7 @@ class ScoreSums:
     """Accumulates metrics of C channels at all lead times, for every source of each metric.
 
     Args:
-        metrics: what to compute.
         sizes: number of lead times and of channels.
-        extent: rows, points and initial times of the fields.
     """
 
     def __init__(self, metrics: Iterable[Metric], sizes: tuple[int, int], extent: Extent) -> None:

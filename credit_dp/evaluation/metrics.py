@@ -326,7 +326,6 @@ class EnergyScore(MeanOverInitialTimes):
     root-mean-square error of each initial time.
 
     Args:
-        members: number of members of the ensemble.
         shape, samples, rows, points: see `MeanOverInitialTimes`.
 
     Source: Gneiting & Raftery 2007, eq. 22.
@@ -385,7 +384,6 @@ class RankHistogram(Accumulator):
     expectation of that and the same in every run.
 
     Args:
-        members: number of members, M.
         shape, rows, points: as for `AreaMean`.
 
     Source: Hamill 2001, "Interpretation of rank histograms for verifying ensemble forecasts".
@@ -454,7 +452,6 @@ class PowerSpectra(Accumulator):
 
     Args:
         sizes: dims of the sums, of which the last two are K bands and N wavenumbers.
-        device: of the fields.
     """
 
     def __init__(self, sizes: tuple[int, ...], device: torch.device | None) -> None:
@@ -479,9 +476,7 @@ class ZonalSpectra(PowerSpectra):
     Args:
         shape: leading dims of the sums, for instance (sources, leads, channels).
         grid: with columns round the globe; others have `RegionSpectra`.
-        rows: the local ones.
         points: points with values; None: all points have values.
-        device: of the fields.
 
     Units:
         The field's unit squared, times metres.
@@ -592,10 +587,8 @@ class RegionSpectra(PowerSpectra):
 
     Args:
         shape: leading dims of the sums, for instance (sources, leads, channels).
-        grid: of the region.
         boundary: rows and columns at each edge outside the interior.
         points: points with values; None: those that are not NaN.
-        device: of the fields.
 
     Units:
         The field's unit squared.
@@ -655,7 +648,6 @@ class ErrorMapAccumulator:
         channels: indices among all channels.
         lead: index among the scored lead times.
         hours: the same lead time in hours.
-        grid: rows and columns.
         rim: the points that are not scored, `(H, W)`; None: all are.
     """
 
@@ -678,8 +670,6 @@ class ErrorMapAccumulator:
         """Add the errors of the ensemble mean, if the map's lead time is among `leads`.
 
         Args:
-            leads: indices of the lead times.
-            first: index of the first channel.
             forecast: `(leads, M, C, H, W)`.
             truth: `(leads, C, H, W)`.
         """

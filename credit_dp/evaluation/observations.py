@@ -47,8 +47,6 @@ class Observations:
     """R reports of S stations; a station that moves is one at each of its places.
 
     Attributes:
-        where: their address, for messages.
-        calendar: of the times.
         names, latitude, longitude: of the stations, `(S,)`; degrees north and east.
         times: of the reports, `(R,)`, rising.
         station: the index of the station of each report, `(R,)`; once at each time.
@@ -79,7 +77,6 @@ class Observations:
         the variables, whose names may be followed by a unit in brackets.
 
         Args:
-            where: their address.
             missing: numbers and, in a CSV file, texts that stand for missing values.
 
         Raises:
@@ -133,7 +130,6 @@ class Observations:
 
 
 def _from_dataset(data: xr.Dataset, where: str, missing: Sequence[str]) -> Observations:
-    """Return the observations of a dataset that is in memory."""
     found = find_coordinates(data)
     absent = [name for name in COORDINATES if name not in found]
     if absent:
@@ -200,10 +196,7 @@ def _from_rows(
     """Return the observations of a table with a row for each report.
 
     Args:
-        where, calendar: of them.
-        times: of the reports.
         table: station, latitude and longitude as texts and degrees, and the variables of `units`.
-        units: of the variables.
     """
     order = np.argsort(times, kind="stable")
     times, table = times[order], table.iloc[order]
@@ -275,7 +268,6 @@ def _read_csv(where: str, missing: Sequence[str]) -> Observations:
 
 
 def _read_texts(where: str) -> "tuple[pd.DataFrame, bool]":
-    """Return the cells of a CSV file with its header, and whether numbers have decimal commas."""
     import pandas as pd
 
     if is_remote(where):
@@ -305,7 +297,6 @@ def _read_texts(where: str) -> "tuple[pd.DataFrame, bool]":
 def _parse_numbers(
     texts: "pd.Series", missing: Sequence[str], decimal_comma: bool
 ) -> "tuple[pd.Series, pd.Series]":
-    """Return the numbers of a column, NaN where they are missing, and the texts that are none."""
     import pandas as pd
 
     lower = texts.str.lower()
@@ -317,7 +308,6 @@ def _parse_numbers(
 
 
 def _numbers(texts: Sequence[str]) -> Values:
-    """Return the numbers among texts."""
     numbers = []
     for text in texts:
         with suppress(ValueError):
@@ -331,7 +321,6 @@ def _name_and_unit(heading: str) -> tuple[str, str]:
 
 
 def _station_names(data: xr.Dataset, dim: str, where: str) -> list[str]:
-    """Return the names of stations: as CF marks them, of the dim's coordinate, or their numbers."""
     marked = [
         name for name, x in data.variables.items() if "cf_role" in x.attrs and dim in x.dims[:1]
     ]

@@ -82,9 +82,6 @@ def difference_table(
     """Return the table of a forecast and a reference.
 
     Args:
-        names: of both.
-        channels: C channels by name.
-        hours: lead times.
         errors: RMSE of both, `(leads, C)`, NaN where there is none.
         identifier: of the table in the page.
     """

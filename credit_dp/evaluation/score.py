@@ -72,9 +72,6 @@ SMALL_GRID_POINTS = 2**17  # grids up to this size are scored on one thread
 def score(request: ScoreRequest, forecast: ForecastStore, report: ProgressCallback) -> Scorecard:
     """Score a forecast store.
 
-    Args:
-        report: called with a title and the fraction done.
-
     Raises:
         UserError: a store is invalid or does not fit the others, or a value is missing.
     """
@@ -170,7 +167,6 @@ class RegionPoints:
     """The points of the globe that scores of a region are averaged over.
 
     Attributes:
-        rows, columns: their indices.
         weights: area weights of these rows, `(h,)`, or, on a projection, points, `(h, w)`, of
             which those outside the region have none; those of the whole grid, as in WeatherBench 2.
     """
@@ -221,7 +217,6 @@ class VariableScores:
 
     Args:
         sizes: number of lead times and of channels.
-        members: number of members; 1 without an ensemble.
         truth: the store, whose grid the fields have.
         regions: the points of the globe and of each region, by name; the globe is the first.
         points: points with values; None: all points have values.
@@ -311,9 +306,7 @@ class Scorer:
     """Adds forecasts block by block to the scores of their variables.
 
     Args:
-        aligned: the forecast with its truth and climatology.
         request: names the regions, and the stores of the climate that SEEPS needs.
-        report: called with a title and the fraction done while that climate is computed.
 
     Raises:
         UserError: a region has no point, or a field can't be read.
@@ -357,7 +350,6 @@ class Scorer:
     def _open_seeps(
         self, span: slice, request: ScoreRequest, report: ProgressCallback
     ) -> Tensor | None:
-        """Open the climate that a variable's SEEPS needs; return the points that have the score."""
         truth = self._aligned.truth
         channel = truth.channels.output_channels[span.start]
         if not is_precipitation(channel) or channel.level is not None:
@@ -455,10 +447,6 @@ def join_scores(
     """Return the scores of all channels in the order of `METRICS`, `(sources, leads, C)`.
 
     A score that not all channels have is NaN at the others.
-
-    Args:
-        channels: C channels.
-        results: the scores of their parts, in order.
     """
     joined = {}
     for name in METRICS:

@@ -224,7 +224,6 @@ class ScoreTable(NamedTuple):
 
     Attributes:
         identifier: of the table in the page.
-        hours: lead times.
         rows: channel, unit and cells of each row.
     """
 
@@ -347,7 +346,6 @@ class ScoreFolder:
             self._remove_created()
 
     def _remove_created(self) -> None:
-        """Remove parent folders that were created here and are empty, innermost first."""
         for path in self._created_parents:
             with contextlib.suppress(OSError):
                 path.rmdir()

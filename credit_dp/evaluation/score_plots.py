@@ -188,7 +188,6 @@ def draw_scores(
     """Draw a score by lead time.
 
     Args:
-        hours: lead times.
         values: `(leads,)` of each source.
         label: of the vertical axis, with unit.
     """

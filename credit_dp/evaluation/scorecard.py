@@ -94,10 +94,7 @@ class HeldOutScores:
     """Scores of the model, persistence and climatology on held-out dates.
 
     Attributes:
-        hours: lead times.
         scores: by name, `(sources, leads, C)` each, sources as in `metric_table.METRICS`.
-        samples: number of initial times.
-        members: of the model's forecasts.
         shown_hours: lead times of tables and loggers; empty: all.
     """
 
@@ -153,11 +150,7 @@ class HeldOutScores:
         }
 
     def to_json(self, step: int) -> str:
-        """Return scores as JSON, nested by score, channel, lead time and source.
-
-        Args:
-            step: the training step of the model.
-        """
+        """Return scores as JSON, nested by score, channel, lead time and source."""
         nested: dict[str, dict[str, dict[str, dict[str, float | None]]]] = {}
         for c, lead, name, source, value in iter_scores(self.scores):
             by_channel = nested.setdefault(name, {})
@@ -283,15 +276,12 @@ class Scorecard:
 
     Attributes:
         forecast, truth, climatology: their addresses or descriptions.
-        members: number of members; 1 without an ensemble.
         initial_times: in ISO format, to the minute.
-        hours: lead times.
         units: one for each channel; empty if unknown.
         grid: of the truth, with coasts for maps.
         scores: by name, `(sources, leads, C)` each, sources as in `metric_table.METRICS`.
         spectra: of forecast and truth, `(2, leads, C, K, N)`, see `PowerSpectra`.
         bands: names of the K latitude bands, or of a region.
-        maps: error maps of a few channels.
         regions: the scores of each region besides the globe, as `scores`.
         rank_histograms: how often the truth has each rank among M members, `(leads, C, M + 1)`;
             None without an ensemble.
@@ -396,7 +386,6 @@ class Scorecard:
         return csv_text(columns, self._spectra_rows())
 
     def _spectra_rows(self) -> Iterator[Sequence[object]]:
-        """Yield the rows of `spectra_csv`, of which there may be millions."""
         for c, channel in enumerate(self.channels):
             for lead, hours in enumerate(self.hours):
                 for band, name in enumerate(self.bands):
@@ -439,7 +428,6 @@ def headlines(names: Sequence[str]) -> list[int]:
 
 
 def _nearest(names: Sequence[str], headline: Channel) -> int | None:
-    """Return the index of a headline channel, or of its variable at the nearest level."""
     if headline.level is None:
         return names.index(headline.name) if headline.name in names else None
     distances = {

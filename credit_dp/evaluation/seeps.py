@@ -115,8 +115,6 @@ def open_seeps(
     Args:
         truth: its training dates are what the climate is computed from.
         climatology: a store that may have the climate in WeatherBench 2's form; may be empty.
-        cache: folder for a computed climate.
-        report: called with a title and the fraction done.
 
     Raises:
         UserError: a store can't be read.
@@ -142,7 +140,6 @@ def open_seeps(
 def _open_stored(
     truth: Store, channel: Channel, climatology: str, dry_below: float, per_metre: float
 ) -> "StoredSeeps | None":
-    """Return the climate of a store; None if the store has none."""
     names = [f"{channel.variable}_seeps_{part}" for part in ("threshold", "dry_fraction")]
     if not climatology:
         return None
@@ -163,8 +160,6 @@ class StoredSeeps(SeepsClimate):
 
     Args:
         heavy, dry: the stores of both variables, which have one channel.
-        rows: H.
-        dry_below: see `SeepsClimate`.
         per_metre: the truth's units in a metre.
     """
 
@@ -199,7 +194,6 @@ class ComputedSeeps(SeepsClimate):
     Args:
         hours: of the day, `(N,)`, with a climate of their own.
         heavy: by hour and month, `(N, 12, H, W)`.
-        dry_share, dry_below: see `SeepsClimate`.
         calendar: whose months these are.
     """
 

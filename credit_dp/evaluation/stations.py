@@ -65,10 +65,7 @@ class StationSums:
         """Add the members `(M, n)` of one forecast, and return which of them are scored, `(n,)`.
 
         Args:
-            source: index in `SOURCES`.
-            lead: index of the lead time.
             stations: n different ones.
-            members: at these stations.
             observed: `(n,)`; NaN without an observation.
         """
         number = len(members)
@@ -116,9 +113,6 @@ class StationScores:
     """Scores at the stations that a forecast covers.
 
     Attributes:
-        observations: of these stations.
-        members: of the forecast.
-        hours: lead times.
         units: of the variables, as the forecast has them.
         sums: of each variable.
         regions: names of the globe and of the regions in the request.
@@ -184,13 +178,6 @@ def score_stations(
     missing: Sequence[str] = (),
 ) -> StationScores:
     """Score a forecast store against the observations at an address.
-
-    Args:
-        request: what to score.
-        forecast: the store.
-        where: the address of the observations.
-        report: called with a title and the fraction done.
-        missing: see `Observations.open`.
 
     Raises:
         UserError: a store is invalid, nothing can be compared, or a forecast has NaN.
@@ -269,7 +256,6 @@ def score_stations(
 
 
 def _at_initial_time(observations: Observations, name: str, time: np.datetime64) -> Values:
-    """Return the observations of a variable at a time, `(S,)`, NaN without one."""
     rows = observations.at(time)
     values = np.full(len(observations.names), np.nan)
     values[observations.station[rows]] = observations.values[name][rows]
@@ -286,11 +272,9 @@ def _describe_coverage(
     """Return how many stations and observations count, and why others do not.
 
     Args:
-        stored: all observations.
         observations: those in the forecast's region and within the limits.
         pairs: the observed variable of each scored one.
         is_scored: which of `observations` are compared with a forecast.
-        valid: dates of the forecasts.
     """
     given = sum(int(np.isfinite(stored.values[other]).sum()) for other in pairs.values())
     is_there = {name: np.isfinite(observations.values[name]) for name in pairs}
@@ -335,7 +319,6 @@ class _Column:
     """The observations of one variable.
 
     Attributes:
-        name: of the forecast's variable.
         stored_name: of the observations.
         unit: of the values, that of the forecast; empty if unknown.
         values: `(R,)`, NaN where they are missing or outside the limits.
@@ -403,7 +386,6 @@ class _Column:
         init: np.intp,
         lead: np.intp,
     ) -> None:
-        """Refuse a forecast `(M, n)` that has no values, or implausible ones, at stations."""
         name, limits = self.name, self.limits
         if name not in request.masked and not np.isfinite(members).all():
             raise UserError(
@@ -423,7 +405,6 @@ class _Column:
 def _limits(
     request: ScoreRequest, forecast: ForecastStore, name: str, unit: str
 ) -> ValueRange | None:
-    """Return the limits of a variable as stores have them, if they are given or it is known."""
     if name in request.limits:
         given = request.limits[name]
         return None if given is None else ValueRange(*map(float, given))
@@ -451,9 +432,7 @@ def _cure(
 
     Args:
         stored: as they were read.
-        outside: which of them are outside the limits.
         limits: of the values in `unit`.
-        unit: of the forecast.
         is_plain: whether they are taken to be in this unit already.
     """
     are_most = outside.sum() > np.isfinite(stored).sum() / 2
@@ -571,7 +550,6 @@ def _covered(observations: Observations, forecast: ForecastStore) -> NDArray[np.
 def _blocks(
     forecast: ForecastStore, name: str, inits: int, leads: int
 ) -> Iterator[tuple[slice, slice]]:
-    """Yield parts of initial and lead times that are read at once, whole chunks if they fit."""
     height, width = forecast.grid
     fields = max(1, MAX_BYTES // (4 * forecast.members * height * width))
     lead_count = min(leads, fields)

@@ -55,9 +55,6 @@ class StoredClimatology:
     """Reads a climatology store with dims `hour`, `dayofyear`, and latitude and longitude.
 
     Args:
-        where: path or address.
-        channels: the channels to read, in order.
-        grid: of the truth.
         calendar: of the truth, in whose years days are counted.
 
     Raises:
@@ -162,7 +159,6 @@ class StoredClimatology:
     def _read(
         self, name: str, channels: Sequence[Channel], days: Indices, hours: Indices
     ) -> NDArray[np.float32]:
-        """Read levels of one stored variable at indices of days and hours, `(T, C, H, W)`."""
         array = self._dataset[name].variable
         unique_days, day_inverse = np.unique(days, return_inverse=True)
         unique_hours, hour_inverse = np.unique(hours, return_inverse=True)
@@ -258,7 +254,6 @@ class StoredClimatology:
 
 
 def _find_indices(available: Sequence[float], values: NDArray[Any]) -> Indices:
-    """Return the index of each value in `available`, which need not be sorted."""
     # `searchsorted` needs sorted values: search in the sorted ones, return indices as stored.
     order = np.argsort(available)
     return np.asarray(order[np.searchsorted(available, values, sorter=order)])
@@ -273,12 +268,9 @@ class ClimatologyPeriod:
 
     Args:
         dates: first and last date in ISO format, or empty for the default.
-        times: times of the truth.
-        first_init: initial time of the first forecast.
         calendar: of the times.
 
     Attributes:
-        span: first and last date.
         description: the period in words, for the scorecard.
     """
 

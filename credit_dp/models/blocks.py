@@ -77,8 +77,6 @@ class NoiseModulation(nn.Module):
 
     Args:
         noise: number of random numbers of a sample.
-        channels: of the field.
-        dim: of the field's channels.
 
     Attributes:
         draws: the numbers, `(B, noise)`, set by `draw_noise`, or by `set_noise` to the description
@@ -171,8 +169,6 @@ def draw_stochastic_depths(model: nn.Module, seed: int, step: int, samples: Sequ
 
     Args:
         model: sharded or not, or a stage of a pipeline.
-        seed: of the run.
-        step: of training.
         samples: numbers of the samples in the global batch.
     """
     for index, layer in enumerate(_stochastic_depths(model)):

@@ -44,10 +44,7 @@ class CrossScaleEmbedding(nn.Module):
     large kernels are expensive; the largest kernel yields the rest.
 
     Args:
-        in_channels: channels of the input.
-        out_channels: channels of the output.
         kernels: sizes of the kernels; each has the parity of the stride.
-        stride: step in rows and columns.
         poles, column_mode: padding beyond rows and columns, see `PolePad`.
 
     Shapes:
@@ -98,7 +95,6 @@ class PositionBias(nn.Module):
 
     Args:
         size: rows, and columns, of a group.
-        channels: width of the network.
 
     Shapes:
         no input -> `(size ** 2, size ** 2)`, with one row for each query.
@@ -135,9 +131,7 @@ class CrossAttention(GroupedRows, ABC):
     norms need them.
 
     Args:
-        channels: of the input and the output.
         size: rows, and columns, of a group; has to divide those of the globe.
-        head_channels: channels of one head.
         dropout: rate after the projection.
 
     Shapes:
@@ -265,7 +259,6 @@ def build_level(
     """Return one level: its `embedding` and its `blocks` of attention.
 
     Args:
-        config: of the model.
         level: its number; 0 is the finest.
         in_channels: channels of the finer level, or of the model's input.
         depth_rates: rates of stochastic depth, one for each block.
@@ -290,8 +283,6 @@ class SubPixelConv(nn.Module):
     a checkerboard.
 
     Args:
-        in_channels: channels of the input.
-        out_channels: channels of the output.
         factor: ratio of the resolutions of output and input.
         poles, column_mode: padding beyond rows and columns, see `PolePad`.
 
@@ -329,10 +320,8 @@ class UpBlock(nn.Module):
     """Upsamples a field and adds a residual branch of two convolutions.
 
     Args:
-        in_channels: channels of the input.
         out_channels: channels of the output, a multiple of `groups`.
         factor: ratio of the resolutions of output and input.
-        groups: of the group norms.
         modes: of padding, see `padding_modes`.
 
     Shapes:
@@ -373,11 +362,6 @@ class CrossFormer(SegmentedModel):
     """Predicts a state, or its tendency over one step, from the input channels.
 
     The grid is padded so that whole windows cover it at every level, and cropped at the end.
-
-    Args:
-        config: of the model.
-        fields: layout of the input and output channels.
-        grid: rows and columns.
 
     Shapes:
         `(B, fields.inputs, H, W)` -> `(B, fields.outputs, H, W)`.
@@ -487,7 +471,6 @@ def _padded_grid(config: CrossFormerConfig, grid: GridShape, unrepeated: int) ->
 
 
 def _check_kernels(config: CrossFormerConfig, padded: GridShape, unrepeated: int) -> None:
-    """Refuse kernels whose padding is wider than their level's grid, without what is unrepeated."""
     if unrepeated and min(padded) == prod(config.strides):
         raise UserError(
             "model.edges: reflect needs at least two rows and columns at the coarsest level, which "
@@ -505,7 +488,6 @@ def _check_kernels(config: CrossFormerConfig, padded: GridShape, unrepeated: int
 def _build_padding(
     grid: tuple[int, int], padded: tuple[int, int], modes: tuple[str, str]
 ) -> nn.Sequential:
-    """Return the padding of the grid to `padded` rows and columns, on both sides alike."""
     if grid == padded:
         return nn.Sequential()
     missing = [wide - size for wide, size in zip(padded, grid, strict=True)]
@@ -517,7 +499,6 @@ def _build_padding(
 
 
 def _build_crop(grid: tuple[int, int], padded: tuple[int, int]) -> nn.Module:
-    """Return the crop that undoes `_build_padding`."""
     if grid == padded:
         return nn.Identity()
     (south, north), (east, west) = (

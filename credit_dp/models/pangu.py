@@ -81,10 +81,8 @@ class CubeEmbedding(nn.Module):
     are any.
 
     Args:
-        fields: layout of the channels.
         size: levels, rows and columns of the globe.
         patch: levels, rows and columns of a cube. Padding completes the last cubes.
-        width: channels of a token.
         edges: the padding: `zeros`, `replicate` or `reflect`.
 
     Shapes:
@@ -129,10 +127,8 @@ class CubeRecovery(nn.Module):
     Surface fields and diagnostic channels come from the tokens of the last level.
 
     Args:
-        fields: layout of the channels.
         size: levels, rows and columns of the globe, to which the cubes are cropped.
         patch: levels, rows and columns of a cube.
-        width: channels of a token.
 
     Shapes:
         `(B, width, levels, rows, columns)` -> `(B, fields.outputs, H, W)`.
@@ -169,11 +165,6 @@ class Pangu(WindowTransformer):
     """Predicts a state, or its tendency over one step, from cubes of fields on levels.
 
     Four stages: the first and the last at the resolution of the cubes, the others at half of it.
-
-    Args:
-        config: of the model.
-        fields: layout of the channels, with the levels of each variable.
-        grid: rows and columns.
 
     Shapes:
         `(B, fields.inputs, H, W)` -> `(B, fields.outputs, H, W)`.

@@ -25,7 +25,6 @@ class RowGroups:
     """A division of the globe's rows into groups of `size` rows.
 
     Attributes:
-        size: rows of each group.
         order: row numbers, group after group, each row once; None stands for a row of zeros. Its
             length is a multiple of `size`.
     """
@@ -96,7 +95,6 @@ class GroupedRows(nn.Module, ABC):
         Args:
             x: the rows of these groups, group after group, in `row_dim`.
             groups: numbers of these groups among those of the globe.
-            height: rows of the globe.
 
         Shapes:
             rows keep their number and order; other dims may change.
@@ -126,7 +124,6 @@ def _rows_by_group(x: Tensor, groups: RowGroups, dim: int) -> Tensor:
 
 
 def _padded_order(groups: RowGroups) -> list[int]:
-    """Return the order of the groups, with the number of an appended row for each None."""
     padding = count(len(groups.order) - groups.order.count(None))
     return [next(padding) if row is None else row for row in groups.order]
 

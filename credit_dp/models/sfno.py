@@ -38,9 +38,7 @@ class HarmonicTransform(nn.Module):
     points, and there is no Fourier transform of bfloat16.
 
     Args:
-        sine: of the latitudes, `(H,)`.
         weights: of the rows, with sum 1, see `quadrature_weights`.
-        columns: of the grid, in equal steps.
         degrees: of the harmonics; weights have to integrate products of two of these exactly.
         orders: of the harmonics, at most half of the columns, rounded up.
 
@@ -91,10 +89,6 @@ class DegreeFilter(nn.Module):
     Real matrices commute with all rotations of the sphere. Imaginary parts shift the waves along
     circles of latitude by a quarter of their length, and commute with rotations about the poles.
 
-    Args:
-        channels: of input and output.
-        degrees: of the harmonics.
-
     Shapes:
         `(B, channels, degrees, orders, 2)` -> the same.
 
@@ -125,8 +119,6 @@ class SphericalBlock(nn.Module):
     """A residual block: a filter of harmonics beside a pointwise path, then an MLP.
 
     Args:
-        config: channels, width of the MLP, dropout and noise.
-        degrees: of the harmonics.
         transform: of the block's grid, the same module for all blocks.
         rate: of stochastic depth.
 
@@ -193,8 +185,6 @@ class SFNO(SegmentedModel):
     vectors.
 
     Args:
-        config: of the model.
-        fields: layout of the input and output channels.
         grid: rows and columns, and latitudes if they are not the usual ones.
 
     Shapes:

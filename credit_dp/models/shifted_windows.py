@@ -53,7 +53,6 @@ class WindowAttention(GroupedRows, ABC):
     the globe (for columns see `window_columns`).
 
     Args:
-        width: channels.
         heads: of the attention; divides `width`.
         globe: levels, rows and columns of the globe. Zeros after the last level, in the south and
             in the east pad it to a multiple of the window, and take part in the attention.
@@ -217,7 +216,6 @@ class WindowAttention(GroupedRows, ABC):
         """Return `pair_bias`, with minus infinity for masked pairs.
 
         Args:
-            groups: windows of rows.
             splits_columns: whether to mask tokens of a region's opposite ends in columns.
 
         Shapes:
@@ -268,7 +266,6 @@ def patch_padding(size: Sequence[int], patch: Sequence[int], sign: int) -> tuple
 
     Args:
         size: of the grid, in each dim.
-        patch: size of a patch.
         sign: 1 to pad at the end of each dim, -1 to crop again.
     """
     counts = patch_counts(size, patch)
@@ -323,7 +320,6 @@ INITIAL_GAIN = 0.1  # initial weights of the norms at the end of a block's branc
 
 
 def _noise_modulations(noise: int, channels: int) -> list[nn.Module]:
-    """Return a layer of noise on the last dimension in a list, which is empty without noise."""
     return [NoiseModulation(noise, channels, dim=-1)] if noise else []
 
 
@@ -439,11 +435,8 @@ class WindowTransformer(SegmentedModel, ABC):
         """Add the stages and what changes the resolution between them.
 
         Args:
-            config: of the model; the first and the last stage may be without blocks.
             grid: rows and columns.
-            attention: of the blocks.
             fine: levels, rows and columns of tokens at the finer resolution.
-            window: of the attention.
         """
         edges = "zeros" if grid.is_global else config.edges
         width = config.width
@@ -504,7 +497,6 @@ class WindowTransformer(SegmentedModel, ABC):
         return (change, segment) if change else (segment,)
 
     def _change_resolution(self, segment: str, state: SegmentState) -> SegmentState:
-        """Return the state at the resolution of a segment."""
         x, *rest = state
         if change := self.changes.get(segment):
             rest = rest or [x]  # what comes before the second stage is the skip connection

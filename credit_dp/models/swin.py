@@ -131,11 +131,6 @@ class Swin(WindowTransformer):
 
     Three stages: the first and the last at the resolution of the patches, the second at half of it.
 
-    Args:
-        config: of the model.
-        fields: layout of the channels.
-        grid: rows and columns.
-
     Shapes:
         `(B, fields.inputs, H, W)` -> `(B, fields.outputs, H, W)`.
 

@@ -114,10 +114,8 @@ class LongRangeConv2d(nn.Conv2d):
     A kernel of `2 * H - 1` rows connects every row with every other; more rows have no effect.
 
     Args:
-        channels: of the input.
         kernel: odd numbers of rows and columns. More columns than the globe has wrap around it
             several times.
-        row_mode: padding beyond the first and last row: `zeros`, `replicate` or `reflect`.
         column_mode: `circular`, or as `row_mode`.
 
     Shapes:
@@ -160,10 +158,7 @@ class GlobalDepthwiseBlock(nn.Module):
     """A residual block: a long-range convolution of every channel, then two pointwise layers.
 
     Args:
-        in_channels: channels of the input.
-        out_channels: channels of the output.
         config: size of the kernel, groups of the norm, dropout, noise, and whether there is a gate.
-        rate: of stochastic depth.
         modes: of padding of rows and of columns, see `LongRangeConv2d`.
 
     Shapes:
@@ -211,10 +206,7 @@ class PeriodicConv2d(nn.Module):
     On a region `model.edges` takes the place of both, or of `poles` alone.
 
     Args:
-        in_channels: channels of the input.
-        out_channels: channels of the output.
         kernel_size: number of rows and columns; even ones need an even stride.
-        stride: step in rows and columns.
         poles: padding beyond the first and last row, see `PolePad`.
         column_mode: padding beyond the first and last column, see `PolePad`.
 
@@ -302,10 +294,7 @@ class ResidualBlock(nn.Module):
     """A residual block of two convolutions, each after a norm and an activation.
 
     Args:
-        in_channels: channels of the input.
-        out_channels: channels of the output.
         config: groups of the norms, dropout, noise, and whether there is a gate.
-        rate: of stochastic depth.
         modes: of padding, see `padding_modes`.
 
     Shapes:
@@ -358,7 +347,6 @@ BLOCK_TYPES: dict[str, type[ResidualBlock] | type[GlobalDepthwiseBlock]] = {
 def _build_level(
     first: int, channels: int, config: UNetConfig, rates: Sequence[float], modes: tuple[str, str]
 ) -> nn.Sequential:
-    """Return the blocks of one level, whose input has `first` channels."""
     widths = pairwise([first] + [channels] * config.blocks)
     block_type = BLOCK_TYPES[config.block]
     blocks = zip(widths, rates, strict=True)
@@ -373,7 +361,6 @@ class UNet(SegmentedModel):
     the decoder crops what it upsampled too far.
 
     Args:
-        config: of the model.
         in_channels: prognostic, forcing and static channels.
         out_channels: prognostic and diagnostic channels.
         grid: of which only the edges count; by default the globe.
@@ -483,7 +470,6 @@ class UNet(SegmentedModel):
 def _build_upsampling(
     in_channels: int, out_channels: int, method: str, modes: tuple[str, str]
 ) -> nn.Module:
-    """Return the module that doubles rows and columns and reduces the number of channels."""
     if method == "transpose":
         return nn.ConvTranspose2d(in_channels, out_channels, 2, stride=2)
     resize = nn.Upsample(scale_factor=2) if method == "nearest" else PeriodicUpsample(*modes)
@@ -493,7 +479,6 @@ def _build_upsampling(
 
 
 def _level_depth_rates(config: UNetConfig) -> tuple[list[list[float]], list[list[float]]]:
-    """Return the rates of stochastic depth by level and block, for the encoder and the decoder."""
     depth = len(config.channels)
     blocks = config.blocks
     rates = stochastic_depth_rates(config.stochastic_depth, (2 * depth - 1) * blocks)

@@ -79,15 +79,12 @@ def move_object(data: Any, device: torch.device) -> Any:
 
 
 class _Mover:
-    """One call of `move_to_device`, with the objects that it has moved."""
-
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.moved_by_id: dict[int, Any] = {}
         self.references: list[Any] = []  # keeps the objects alive, as ids of freed ones are reused
 
     def move(self, data: Any) -> Any:
-        """Return the object on the device."""
         if id(data) not in self.moved_by_id:
             self.references.append(data)
             self.moved_by_id[id(data)] = data  # ends the recursion if the object contains itself
@@ -95,7 +92,6 @@ class _Mover:
         return self.moved_by_id[id(data)]
 
     def move_unseen(self, data: Any) -> Any:
-        """Return an object that has not been moved yet on the device."""
         if isinstance(data, (Tensor, nn.Module, PackedSequence)):
             return move_object(data, self.device)
         if isinstance(data, Mapping):
@@ -111,7 +107,6 @@ class _Mover:
         return data
 
     def changed_entries(self, entries: Iterable[tuple[Any, Any]]) -> dict[Any, Any]:
-        """Return the entries that had to be moved, by key."""
         on_device = [(key, value, self.move(value)) for key, value in entries]
         return {key: new for key, old, new in on_device if new is not old}
 
@@ -283,7 +278,6 @@ def innermost_device(name: str, devices: Mapping[str, torch.device]) -> torch.de
     """Return the device of the innermost placed module that holds a tensor; None if there is none.
 
     Args:
-        name: of the tensor in the model.
         devices: by the name of the placed module.
     """
     while name:
@@ -388,7 +382,6 @@ def unparallelize_pipeline(model: Module, common_device: Device | None = None) -
 
 
 def _refuse_placed(module: nn.Module, but: Set[nn.Module] = frozenset()) -> None:
-    """Refuse a module that has been placed, or contains one that has, except those in `but`."""
     for name, inner in module.named_modules():
         if isinstance(vars(inner).get("forward"), PlacedForward) and inner not in but:
             where = f"{type(module).__name__}{f'.{name}' if name else ''}"
@@ -399,7 +392,6 @@ def _refuse_placed(module: nn.Module, but: Set[nn.Module] = frozenset()) -> None
 
 
 def _move_modules(model: nn.Module, devices: Mapping[str, torch.device]) -> None:
-    """Move the tensors of each module to the device of its innermost entry."""
     for name, module in model.named_modules():
         # `innermost_device` drops the last part of a tensor's name.
         device = innermost_device(f"{name}.tensor" if name else "tensor", devices)
@@ -409,7 +401,6 @@ def _move_modules(model: nn.Module, devices: Mapping[str, torch.device]) -> None
 
 
 def _device_pair(name: str, value: Device | Sequence[Device]) -> DevicePair:
-    """Return the processing and the output device of one entry."""
     try:
         if isinstance(value, (str, torch.device)) or not isinstance(value, Sequence):
             return get_device(value), None
@@ -473,7 +464,6 @@ def model_output_device(
 
 
 def _on_rank(value: Any, first_gpu: int) -> Any:
-    """Return one or two devices of a layout with the rank's actual GPUs."""
     if isinstance(value, (list, tuple)):
         return [_on_rank(device, first_gpu) for device in value]
     match = re.fullmatch(r"cuda(?::(\d+))?", str(value))

@@ -37,7 +37,6 @@ class StageAction(NamedTuple):
     """One forward or backward of a stage on one micro-batch.
 
     Attributes:
-        forward: whether it is the forward.
         local_stage: index of the stage among those of its rank.
     """
 
@@ -51,9 +50,6 @@ def schedule_actions(
     """Return the forwards and backwards of a rank in a step, in order.
 
     Args:
-        schedule: gpipe, 1f1b or interleaved.
-        rank: of the pipeline.
-        pipeline: number of ranks.
         microbatches: of a step; for interleaved a multiple of the ranks.
         virtual: stages on each rank.
 
@@ -118,8 +114,6 @@ def theoretical_bubble(pipeline: int, microbatches: int, virtual: int = 1) -> fl
     It is the same for GPipe and 1F1B.
 
     Args:
-        pipeline: number of ranks.
-        microbatches: of a step.
         virtual: stages on each rank.
 
     Source: Huang et al. 2019, section 2.3; Narayanan et al. 2021, section 2.2.
@@ -191,9 +185,7 @@ class ScheduledStage(PipelineStage):
 
     Args:
         stage: of this rank.
-        samples: of a micro-batch.
         device: on which the stage computes.
-        group: process group of the pipeline.
         stopwatch: measures forwards and backwards as busy.
         begin: called with the number of the micro-batch before its forward.
     """
@@ -283,7 +275,6 @@ class Pipeline:
 
     Args:
         stages: see `cut_model`; FSDP2's `fully_shard` may have been applied to their modules.
-        manager: of this rank.
         schedule: gpipe, 1f1b, or interleaved for several stages on each rank.
         microbatches: number into which `forward_backward` splits its samples.
 
@@ -417,7 +408,6 @@ class Pipeline:
             dist.send(x, group=self._manager.pipeline_group, group_dst=self._rank(stage.index + 1))
 
     def _schedule_for(self, inputs: Tensor | None) -> Schedule:
-        """Return the schedule, which the first call builds for its number of samples."""
         if self._schedule is None:
             # Only the first stage's rank has the inputs: it broadcasts their number.
             samples = torch.tensor(0 if inputs is None else len(inputs), device=self._device)

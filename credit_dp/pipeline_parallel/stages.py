@@ -91,10 +91,7 @@ def stage_slices(
     """Return the segments of each stage, as named, or such that the largest cost is smallest.
 
     Args:
-        costs: of all segments, in order.
-        stages: number of stages on all ranks of the pipeline.
         named: the first segment of every stage but the first; None to balance the costs.
-        virtual: stages on each rank, for the message.
 
     Raises:
         UserError: there are fewer segments than stages, or the names do not fit.
@@ -114,7 +111,6 @@ def stage_slices(
 
 
 def _balanced_starts(costs: Sequence[int], stages: int) -> list[int]:
-    """Return the first segment of each stage; of equally good cuts, the earliest."""
     sums = [0, *accumulate(costs)]
     ends = range(1, len(sums))
     # Dynamic programming over the number of stages. For the segments before each end: the largest
@@ -156,10 +152,6 @@ def _check_names(names: Sequence[str], stages: int, named: Sequence[str]) -> Non
 class OtherStageModule(nn.Module):
     """Takes the position of a module that only other stages of the pipeline use.
 
-    Args:
-        path: of the module.
-        stage: number of the stage that lacks it.
-
     Raises:
         UserError: it is called.
     """
@@ -189,7 +181,6 @@ class StateSpec:
 
     Attributes:
         shape: for one sample, with the samples' dim of size 1 first.
-        dtype: of its elements.
         has_gradient: whether backward sends a gradient for it.
     """
 
@@ -212,8 +203,6 @@ class Stage:
     """One stage of a model, on this rank's band of rows.
 
     Attributes:
-        index: number of the stage; stage 0 gets the model's input.
-        count: number of stages of the model.
         module: the model without the modules of other stages; names are those of the full model.
         input_specs: tensors of the state before the stage.
         output_specs: tensors of the state after the stage.
@@ -253,7 +242,6 @@ def cut_model(
 
     Args:
         model: with `parallel.domain` above 1, the converted one.
-        manager: the one that the model was converted with.
         cuts: the segments of every stage.
         shape: of the global input, `(B, C, H, W)`.
 
@@ -313,7 +301,6 @@ def _stage_module(model: SegmentedModel, cuts: Sequence[slice], stage: int) -> S
 
 
 def _module_paths(model: SegmentedModel, cuts: Sequence[slice]) -> list[set[str]]:
-    """Return the paths of the modules that the segments of each stage use."""
     segments = model.segments()
     return [{path for segment in segments[cut] for path in segment.modules} for cut in cuts]
 
@@ -350,7 +337,6 @@ def _check_owners(model: SegmentedModel, cuts: Sequence[slice]) -> None:
 
 
 def _tensors_of(model: nn.Module) -> list[Tensor]:
-    """Return parameters, buffers and plain tensor attributes of all modules of a model."""
     modules = [m for module in model.modules() for m in (module, vars(module).get("wrapped"))]
     tensors: list[Tensor] = [*model.parameters(), *model.buffers()]
     for module in modules:
@@ -368,7 +354,6 @@ def _run_stage(
     *,
     backward: bool = False,
 ) -> DryRun:
-    """Return a dry run of a stage; its state is that of the globe, or of a band in layers."""
     _, device = dtype_and_device(module)
 
     def inputs(shape_of: Callable[[Shape], Shape]) -> tuple[list[Tensor], dict[str, Any]]:
@@ -393,7 +378,6 @@ def _run_stage(
 
 
 def _state_specs(state: Sequence[OutputSpec], domain: Domain | None, where: str) -> StateSpecs:
-    """Return the specs of a rank's part of a state."""
     wrong = next((x.shape for x in state if not x.shape or x.shape[0] != 1), None)
     if wrong is not None:
         raise UserError(
@@ -432,7 +416,6 @@ def measure_stage(stage: Stage, manager: DomainParallelManager, samples: int) ->
     Args:
         stage: its module is left unchanged.
         manager: the one that the model was converted with; its `rank` chooses the band.
-        samples: of a micro-batch.
     """
     shapes = stage.globe_shapes or [spec.shape for spec in stage.input_specs]
     state = [

@@ -82,12 +82,8 @@ def best_way(
     """Return how attention is computed so that little is sent.
 
     Args:
-        shapes: of queries, keys and values.
         rows: their bands; None of whole tensors.
         mask: what a mask is; None without one.
-        is_causal: whether queries see keys up to their own position only.
-        has_dropout: whether random numbers are drawn.
-        ranks: the number of ranks.
 
     Returns:
         None if it runs whole.
@@ -125,11 +121,8 @@ class Call(NamedTuple):
     """A call of attention, forward or backward.
 
     Attributes:
-        func: the operator.
         values: its arguments, by name.
         mask_name: which of them is the mask.
-        domain: the ranks.
-        way: how it is computed.
         band: the bands of what is cut.
     """
 
@@ -225,7 +218,6 @@ def attention_backward(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
 
 
 def _run(func: Any, values: Locals) -> tuple[Any, ...]:
-    """Return the results of attention of what a rank has; libraries refuse it of nothing."""
     query, key, value = values["query"], values["key"], values["value"]
     if query.numel() and key.numel():
         return func(**values)  # type: ignore[no-any-return]
@@ -239,13 +231,11 @@ def _run(func: Any, values: Locals) -> tuple[Any, ...]:
 
 
 def _sum_shape(func: Any, query: Tensor) -> list[int]:
-    """Return the shape of the logarithms of sums of exponentials, one for each query."""
     shape = list(query.shape[:-1])
     return [*shape, 1] if "cudnn" in schema_of(func).name else shape
 
 
 def _sums(func: Any, query: Tensor, sums: Tensor) -> Tensor:
-    """Return sums without the entries that pad them."""
     shape = _sum_shape(func, query)
     return sums.narrow(2, 0, shape[2]) if sums.shape[2] > shape[2] else sums
 
@@ -254,7 +244,6 @@ SUMS_ALIGNMENT = 32  # of the queries' sums of torch's memory efficient attentio
 
 
 def _run_backward(call: Call, values: Locals) -> list[Tensor | None]:
-    """Return the gradients of what a rank has: of queries, keys, values and the mask."""
     tensors = [values["query"], values["key"], values["value"], values.get(call.mask_name)]
     wanted = values.get("grad_input_mask", [True, True, True, False])
     if not (tensors[0].numel() and tensors[1].numel()):
@@ -273,7 +262,6 @@ def _run_backward(call: Call, values: Locals) -> list[Tensor | None]:
 
 
 def _run_rows(func: Any, values: Locals, first: int) -> tuple[Any, ...]:
-    """Return the attention of queries from a row on, which see the keys up to their own."""
     if not values.get("is_causal") or first == 0:
         return _run(func, values)
     # All of them see the keys before the first; of the others they see as queries from 0 on.
@@ -299,7 +287,6 @@ def _before_and_after(values: Locals, first: int) -> tuple[Locals, Locals | None
 
 
 def _run_rows_backward(call: Call, values: Locals, first: int) -> list[Tensor | None]:
-    """Return the gradients of queries from a row on: see `_run_rows`."""
     if not values.get("is_causal") or first == 0:
         return _run_backward(call, values)
     before, after = _before_and_after(values, first)
@@ -330,14 +317,12 @@ def _merged(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
 def _results(
     results: tuple[Any, ...], rows: Rows, of_sums: Rows, kept: tuple[Tensor, ...] | None = None
 ) -> tuple[Any, ...]:
-    """Return the parts of results; what follows the sums belongs to this rank alone."""
     out, sums, *rest = results
     others = [Part(x, WHOLE) if isinstance(x, Tensor) else x for x in rest]
     return Part(out, rows), Part(sums, of_sums, kept=kept), *others
 
 
 def _rows_of_sums(band: Band, ndim: int) -> Band:
-    """Return the bands of sums, which have no dimension of features."""
     return band._replace(dim=4 + band.dim - ndim)
 
 
@@ -363,7 +348,6 @@ def _attend_alike_backward(call: Call) -> Any:
 def _gradients(
     call: Call, grads: list[Tensor | None], rows: list[Rows], of_mask: Band | None
 ) -> tuple[Part | None, ...]:
-    """Return the parts of gradients; that of a mask is cut as the mask is."""
     mask = call.mask
     rows_of_mask: Rows = PARTIAL
     if mask is not None and of_mask is not None and not broadcasts(mask, of_mask):
@@ -397,7 +381,6 @@ def _fetched_keys(call: Call) -> tuple[Tensor, ...]:
 
 
 def _required(call: Call, x: Any) -> Required | None:
-    """Return the rows of keys that each rank needs; None if it gets all, or has them."""
     if not is_band(x) or x.rows.dim != -2:
         return None
     is_causal = bool(call.values.get("is_causal")) and x.rows.outer == 1
@@ -482,7 +465,6 @@ def _attend_to_rows_backward(call: Call) -> Any:
 
 
 def _blocks(call: Call) -> list[Blocks]:
-    """Return the blocks of queries, keys and values that ranks have."""
     shares, ranks = call.way.shares, call.domain.ranks
     assert shares is not None
     query, *others = call.tensors
@@ -496,7 +478,6 @@ def _blocks(call: Call) -> list[Blocks]:
 
 
 def _of_block(mask: Tensor, of_query: Blocks, rank: int) -> Tensor:
-    """Return the part of a mask for a rank's heads and queries; a view."""
     for dim, (start, stop) in ((of_query.dim, of_query.heads[rank]), (-2, of_query.rows[rank])):
         if mask.ndim >= -dim and mask.shape[dim] != 1:
             mask = mask.narrow(dim, start, stop - start)
@@ -596,7 +577,6 @@ def _multi_head(
     average: bool = True,
     mask_type: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the attention of tokens `(samples, tokens, features)`, and its weights."""
     weight, bias, out_weight, out_bias = weights
     of_heads = [
         F.linear(x, w, b).view(*x.shape[:2], heads, -1).transpose(1, 2)

@@ -206,7 +206,6 @@ def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
 
 
 def _map_dataclass(function: Callable[[Tensor], Any], value: Any) -> Any:
-    """Return a copy of a dataclass, which may be a mapping as well."""
     result = _shallow_copy(value)
     if isinstance(value, dict):
         _map_entries(function, result, value)
@@ -222,7 +221,6 @@ def _map_dataclass(function: Callable[[Tensor], Any], value: Any) -> Any:
 
 
 def _shallow_copy(value: Any) -> Any:
-    """Return a copy of a dataclass or mapping, also if `copy.copy` can't make one."""
     try:
         return copy.copy(value)
     except TypeError:  # its class needs arguments, or forbids to set entries
@@ -233,7 +231,6 @@ def _shallow_copy(value: Any) -> Any:
 
 
 def _map_entries(function: Callable[[Tensor], Any], result: Any, value: dict[Any, Any]) -> None:
-    """Set the entries of a copied mapping, past methods that may forbid it."""
     base = OrderedDict if isinstance(value, OrderedDict) else dict
     for key, entry in dict.items(value):
         base.__setitem__(result, key, map_tensors(function, entry))
@@ -259,8 +256,6 @@ class Inputs:
     """The inputs of a model: which are bands, by the planned shapes; samples and rows may differ.
 
     Args:
-        domain: of the model.
-        shapes: of the global inputs.
         of_stage: whether the model is a stage of a pipeline. Its inputs are then as `take_outputs`
             of the stage before has left them, and each has the shape at its position.
     """
@@ -272,7 +267,6 @@ class Inputs:
         self.whole_shapes = [tuple(shape) for shape in shapes if not is_banded(tuple(shape))]
 
     def _rows_of(self, height: int) -> int:
-        """Return the number of rows that this rank has of a height."""
         return self.domain.manager.partition(height).sizes[self.domain.rank]
 
     def are_outside(self, arguments: Any) -> bool:
@@ -388,8 +382,6 @@ def take_outputs(output: Any, domain: Domain, of_stage: bool = False) -> Any:
     """Return the output of a model outside of it: rows of fields as bands, the rest whole.
 
     Args:
-        output: of the forward.
-        domain: of the model.
         of_stage: whether the model is a stage of a pipeline, whose outputs are sent: messages need
             contiguous tensors.
     """
@@ -486,7 +478,6 @@ class GlobalCall:
 
     Args:
         model: in which it is the attribute `CALL_ATTRIBUTE`.
-        inputs: of the model.
     """
 
     def __init__(self, model: nn.Module, inputs: Inputs) -> None:
@@ -496,7 +487,6 @@ class GlobalCall:
 
     @run_uncompiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the output of the model."""
         model = self.model
         if is_running.get() and not self.inputs.are_outside((args, kwargs)):
             return call_with_hooks(model, args, kwargs)  # everything is of the globe already
@@ -517,7 +507,6 @@ class GlobalCall:
 
         Args:
             ending: gets what has to be done when the forward ends or fails.
-            args, kwargs: of the call.
         """
         model, domain = self.model, self.domain
         ending.enter_context(functions_uncompiled())  # also those that the model has compiled
@@ -573,7 +562,6 @@ def run_rest_of_call(model: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any
 def _without_outer_hooks(
     model: nn.Module,
 ) -> Iterator[tuple[dict[int, Any], dict[int, Any]]]:
-    """Take hooks out of a model that have to see plain tensors; return those before and after."""
     tables = forward_pre_hooks(model), forward_hooks(model)
     outer: list[dict[int, Any]] = [
         {key: hook for key, hook in hooks.items() if _sees_plain_tensors(hook)} for hooks in tables
@@ -594,7 +582,6 @@ def _without_outer_hooks(
 
 
 def _sees_plain_tensors(hook: Any) -> bool:
-    """Return whether a hook is that of data parallelism, or ours."""
     while isinstance(hook, partial):
         hook = hook.func
     module = getattr(hook, "__module__", None) or ""
@@ -657,7 +644,6 @@ def enter_module(module: nn.Module, args: Any) -> None:
 
 
 def _check_caller(module: nn.Module) -> None:
-    """Refuse a call of a module by another model than the one that runs."""
     callers, model = _callers()
     if model is None or not (others := callers - set(model.modules())):
         return
@@ -669,7 +655,6 @@ def _check_caller(module: nn.Module) -> None:
 
 
 def _callers() -> tuple[set[nn.Module], nn.Module | None]:
-    """Return the modules whose code runs, up to the first model with a domain, and that one."""
     callers: set[nn.Module] = set()
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
@@ -695,9 +680,6 @@ def attach_domain(
     """Let a model compute on tensors of the globe, in place; its parameters keep their names.
 
     Args:
-        model: any model; none of its layers is replaced.
-        manager: this rank's position in the mesh.
-        input_shapes: the shapes of its global inputs.
         of_stage: whether the model is a stage of a pipeline, see `Inputs`.
 
     Returns:

@@ -170,7 +170,6 @@ def _halo(windows: Windows, out: slice, height: int) -> tuple[RowRange, ...]:
 
 
 def _plan_of(x: BandTensor, weight: Tensor, settings: Settings) -> Plan | None:
-    """Return how to convolve a band; None if torch refuses it."""
     band = x.rows
     assert isinstance(band, Band)
     taps = weight.shape[band.dim]
@@ -184,7 +183,6 @@ def _plan_of(x: BandTensor, weight: Tensor, settings: Settings) -> Plan | None:
 
 
 def _is_small(x: BandTensor) -> bool:
-    """Return whether to fetch rows first, with the same answer on all ranks."""
     band = x.rows
     assert isinstance(band, Band)
     largest = max(b - a for a, b in zip(band.bounds, band.bounds[1:], strict=False))
@@ -206,7 +204,6 @@ def _in_spatial_bands(x: Any) -> Any:
 
 
 def _is_local(x: BandTensor) -> bool:
-    """Return whether rows are samples."""
     return isinstance(x.rows, Band) and x.ndim + x.rows.dim == 0
 
 
@@ -247,7 +244,6 @@ def convolution(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
 
 
 def _convolve(func: Any, x: BandTensor, weight: Tensor, bias: Tensor | None, plan: Plan) -> Tensor:
-    """Return this rank's rows of the result; a collective."""
     dim, is_small = plan.out.dim, _is_small(x)
     if plan.halo is not None and not is_small:
         finish = start_reading(x, plan.halo)
@@ -381,7 +377,6 @@ def _part(x: Tensor | None, rows: Any) -> Part | None:
 def _no_gradients(
     of_x: Part, weight: Tensor, bias_sizes: Sequence[int] | None, needs: Sequence[bool]
 ) -> list[Part | None]:
-    """Return the gradients of a rank without rows of the result."""
     return [
         of_x if needs[0] else None,
         Part(torch.zeros_like(weight), PARTIAL) if needs[1] else None,
@@ -429,7 +424,6 @@ def _gradients(
     plan: Plan,
     needs: Sequence[bool],
 ) -> list[Part | None]:
-    """Return gradients from all rows under the kernel."""
     dim = plan.out.dim
     known = known_rows(x, plan.wanted)
     if plan.wanted.is_identity:

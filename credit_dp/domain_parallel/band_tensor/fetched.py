@@ -139,7 +139,6 @@ def _plain_rows(ranges: tuple[RowRange, ...]) -> set[int]:
 
 
 def _as_ranges(rows: list[int]) -> tuple[RowRange, ...]:
-    """Return sorted rows as ranges."""
     ranges: list[RowRange] = []
     for row in rows:
         if ranges and ranges[-1].stop == row:
@@ -158,7 +157,6 @@ def start_reading(
 
     Args:
         x: a band whose local tensor is up to date.
-        wanted: the rows.
         keeps_wide: whether to keep rows, too, that take more memory than the band.
     """
     assert isinstance(x.rows, Band)

@@ -96,7 +96,6 @@ class OpenTensors(TorchFunctionMode):
         self.domain = domain
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call a function."""
         if func == SET_DATA and type(args[1]) is BandTensor and type(args[0]) is not BandTensor:
             # torch would let a tensor take memory that a tensor of the globe does not have.
             keep_whole(args[1])

@@ -132,7 +132,6 @@ def _is_like(grad: Any, x: BandTensor) -> bool:
 
 
 def _whole_part(grad: Tensor | None, domain: Domain) -> BandTensor | None:
-    """Return a parameter's gradient as this rank's part of a sum."""
     if grad is None:
         return None
     like = contiguous(tuple(grad.shape), grad.dtype, grad.device)
@@ -166,10 +165,6 @@ def call(layer: Layer, x: Any, weight: Any, bias: Any, settings: tuple[Any, ...]
     """Return a layer of a field, or of any other tensor.
 
     Args:
-        layer: how to compute it.
-        x: the field.
-        weight, bias: its parameters; None if there is none.
-        settings: other arguments.
         own: the number of last dimensions that are computed together.
     """
     if type(x) is BandTensor and not _is_observed(x):
@@ -187,7 +182,6 @@ def call(layer: Layer, x: Any, weight: Any, bias: Any, settings: tuple[Any, ...]
 
 
 def _is_observed(x: Tensor) -> bool:
-    """Return whether something has to see torch's own operators, or what these save."""
     return (
         is_transform_active()
         or is_function_mode_active()

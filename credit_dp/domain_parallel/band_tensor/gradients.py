@@ -89,7 +89,6 @@ def of_gradient(rule: Rule, func: Any, args: tuple[Any, ...], kwargs: dict[str, 
 
 
 def _are_whole(values: Any) -> bool:
-    """Return whether every rank has all of each tensor among values."""
     return all(type(x) is not BandTensor or x.rows is WHOLE for x in tensors_in(values))
 
 
@@ -102,8 +101,6 @@ def _of_sums(
     another tensor is not whole.
 
     Args:
-        func: the operator.
-        args, kwargs: its arguments.
         terms: positions of the terms among `args`.
     """
     others = [x for i, x in enumerate(args) if i not in terms]

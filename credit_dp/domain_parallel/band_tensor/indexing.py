@@ -62,7 +62,6 @@ class Places(NamedTuple):
         dims: those with an index.
         first: where the dimensions of the indices begin in the result.
         shape: of the indices, broadcast against each other.
-        ndim: of the result.
     """
 
     dims: tuple[int, ...]
@@ -167,7 +166,6 @@ def taking(entries: Tensor, rows: Band, bounds: tuple[int, ...] | None, usual: A
 
     Args:
         entries: numbers from 0, on the CPU.
-        rows: the bands.
         bounds: those in which the entries shall lie; None if that is free.
         usual: the bands of as many entries.
     """
@@ -491,8 +489,6 @@ def band_of_rows(entries: Tensor, taken: Band, band: Band, size: int, domain: Do
         entries: the rows that lie there.
         taken: the bands in which they lie.
         band: any bands in the dimension of the result.
-        size: its size.
-        domain: the ranks.
     """
     read, usual = domain.rows_read(index_key(entries, size)), domain.bounds(size)
     if read is not None and read.outer == 1:

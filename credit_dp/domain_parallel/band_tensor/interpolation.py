@@ -83,12 +83,10 @@ class Resampling(NamedTuple):
     """An interpolation or an adaptive average of the globe.
 
     Attributes:
-        name: of the operator.
         shape: of the input, without samples and channels.
         sizes: of the output, without samples and channels.
         settings: whether corners are aligned, if the operator asks that.
         scales: the factors that torch computes positions with, None for ratios of sizes.
-        dim: the dimension of the rows, negative.
         operator: what it does along rows.
     """
 
@@ -149,7 +147,6 @@ class Resampling(NamedTuple):
         return result.mT if self.is_turned else result
 
     def _arguments(self, sizes: Sequence[int], rows: int) -> tuple[list[int], list[Any]]:
-        """Return sizes with so many rows, and the arguments after them."""
         sizes, scales = list(sizes), list(self.scales)
         sizes[self.dim], scales[self.dim] = rows, None
         if self.is_turned:
@@ -170,13 +167,8 @@ def resampling(
     """Return what an operator does; None if it has to run whole.
 
     Args:
-        name: of the forward operator.
         shape: of the globe's input, without samples and channels.
         sizes: of the globe's output, without samples and channels.
-        settings: the operator's other arguments.
-        dim: the dimension of the rows, negative.
-        dtype: of the input.
-        device: of the input.
     """
     kind = re.sub(r"\dd", "", name)
     # torch rounds integers, and see `is_turned`.
@@ -324,7 +316,6 @@ def average_backward(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 
 def _average(func: Any, x: BandTensor, sizes: tuple[int, ...], rows: Band) -> Resampling | None:
-    """Return what an average does; None if it has to run whole."""
     name, shape = short_name(func).removesuffix("_backward"), tuple(x.shape[-len(sizes) :])
     return resampling(name, shape, sizes, (), rows.dim, x.dtype, x.device)
 
@@ -357,7 +348,6 @@ def pixel_shuffle(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
 
 
 def _shuffled(func: Any, x: Tensor, factor: int) -> Tensor:
-    """Shuffle pixels; torch returns a tensor without entries as it is."""
     *batch, channels, height, width = x.shape
     if func is aten.pixel_shuffle.default:
         shape = [*batch, channels // factor**2, height * factor, width * factor]

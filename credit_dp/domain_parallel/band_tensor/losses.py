@@ -32,7 +32,6 @@ Given = dict[str, Any]
 
 
 def _local(given: Given, rows: Rows, domain: Domain) -> Given:
-    """Return arguments with the local tensors of a layout."""
     return {
         name: with_rows(x, rows, domain) if isinstance(x, Tensor) else x
         for name, x in given.items()
@@ -63,7 +62,6 @@ def loss(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _count(tensors: list[Tensor]) -> int:
-    """Return the entries of the globe's losses."""
     shape: Any = torch.broadcast_shapes(*[x.shape for x in tensors])  # type: ignore[no-untyped-call]
     return prod(shape)
 

@@ -138,12 +138,6 @@ def moved(x: Tensor, have: Band, wanted: Band, domain: Domain) -> Tensor:
     """Return this rank's part of a tensor whose bands move to another dimension; a collective.
 
     Each rank sends every other one what that one will hold: nothing is gathered.
-
-    Args:
-        x: this rank's part.
-        have: its bands.
-        wanted: those of the result, in another dimension.
-        domain: the ranks.
     """
     source, target = _counted_from_0(have, x.ndim), _counted_from_0(wanted, x.ndim)
     return exchange_blocks(x, source, target, domain.transport)
@@ -153,7 +147,6 @@ def whole(x: Any, is_read_again: bool = False) -> Any:
     """Return the globe's tensor; a collective if it is cut or partial. Others as they are.
 
     Args:
-        x: any value.
         is_read_again: whether backward needs it, too: see `known_layouts`.
     """
     if type(x) is not BandTensor:
@@ -163,7 +156,6 @@ def whole(x: Any, is_read_again: bool = False) -> Any:
 
 
 def _in_layout(x: BandTensor, rows: Rows, is_read_again: bool) -> Tensor:
-    """Return the local tensor in another layout, which may be known from before."""
     others = known_layouts(x)
     found = None if others is None else others.parts.get(rows)
     if found is not None:
@@ -310,9 +302,6 @@ def with_rows(x: Any, rows: Rows, domain: Domain, is_read_again: bool = False) -
     layouts alone decide.
 
     Args:
-        x: any tensor.
-        rows: the layout.
-        domain: the ranks.
         is_read_again: whether backward needs it, too: see `known_layouts`.
     """
     if type(x) is BandTensor:
@@ -372,7 +361,6 @@ def refresh(x: BandTensor) -> None:
 
 
 def _has_uncounted_base(x: BandTensor) -> bool:
-    """Return whether what a copy came from may have been written without torch's count of it."""
     uncounted, origin = x.domain.uncounted, x.origin
     if not uncounted:
         return False

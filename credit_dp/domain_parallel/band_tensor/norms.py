@@ -47,7 +47,6 @@ Result = tuple[Part | None, ...]
 
 
 def _reduction(x: BandTensor, dims: Sequence[int], groups: int | None = None) -> GlobalReduction:
-    """Return the reduction of a band over negative dimensions that include its rows."""
     band = x.rows
     assert isinstance(band, Band)
     rows = tuple([band.outer * band.sizes(rank) for rank in range(x.domain.ranks)])
@@ -63,7 +62,6 @@ def _row_dim(x: Any) -> int | None:
 
 
 def _by_rows(x: BandTensor) -> BandTensor:
-    """Return a field whose channels are in bands in bands of rows; a collective."""
     dim = -1 if x.ndim == 3 else -2  # not that of the channels
     rows = Band(dim, 1, x.domain.bounds(x.shape[dim]))
     local = describe(x).in_order(with_rows(x, rows, x.domain, is_read_again=True))
@@ -121,7 +119,6 @@ def _of_samples(results: Sequence[Tensor], band: Band) -> Result:
 
 
 def _is_small(x: BandTensor) -> bool:
-    """Return whether a band is normalised by one operation after the other; alike on all ranks."""
     # On a CPU that takes less time than torch's kernels up to 2^16 entries, or 2^13 if channels are
     # last; at 2^14 it takes a tenth more there.
     band = x.rows
@@ -308,7 +305,6 @@ def batch_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _is_local_by_channels(band: Band, name: str, running: Sequence[Any]) -> bool:
-    """Return whether each rank normalises the channels that are its rows by itself."""
     return running[0] is None and name not in WITH_RESERVE and not has_empty(band)
 
 
@@ -329,7 +325,6 @@ def _all_but_channels(x: Tensor) -> tuple[int, ...]:
 
 
 def _of_channels(x: Tensor) -> tuple[int, ...]:
-    """Return the shape in which parameters of channels broadcast against a field."""
     return x.shape[1], *(1,) * (x.ndim - 2)
 
 

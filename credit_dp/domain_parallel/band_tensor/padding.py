@@ -220,7 +220,6 @@ def _flipped(rows: Band, out: tuple[int, ...]) -> tuple[Band, Required]:
 
 
 def _same_size(rows: Band, domain: Domain) -> Band:
-    """Return in which bands the rows of a field are after they have moved."""
     return rows if rows.outer == 1 else Band(rows.dim, 1, domain.bounds(rows.size))
 
 

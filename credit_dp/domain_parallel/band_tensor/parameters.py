@@ -66,7 +66,6 @@ class ShareTensor(BandTensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Compute with shares."""
         domain = next(x.domain for x in args if type(x) is ShareTensor)
         result = func(*(_local_share(x) for x in args), **(kwargs or {}))
         return ShareTensor(result, PARTIAL, domain) if isinstance(result, Tensor) else result
@@ -186,11 +185,7 @@ class _Replaced(NamedTuple):
 
 @final
 class EnteredTensors:
-    """What modules have in place of their parameters and buffers while a model runs.
-
-    Args:
-        domain: of the model.
-    """
+    """What modules have in place of their parameters and buffers while a model runs."""
 
     def __init__(self, domain: Domain) -> None:
         self.domain = domain

@@ -148,7 +148,6 @@ def is_partial(x: Any) -> bool:
 
 
 def _is_partial(func: Any, tensors: list[Tensor]) -> bool:
-    """Return whether each rank may compute its part of a sum by itself."""
     partial = [type(x) is BandTensor and x.rows is PARTIAL for x in tensors]
     if func is aten.neg.default:
         return partial[0]

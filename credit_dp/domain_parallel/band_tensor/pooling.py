@@ -122,7 +122,6 @@ def _band(x: BandTensor) -> Band:
 
 
 def _expanded(values: Any, count: int, default: Sequence[int]) -> list[int]:
-    """Return a setting with a number for each dimension of the kernel."""
     found: list[int] = list(values or default)
     return found * count if len(found) == 1 else found
 
@@ -133,7 +132,6 @@ def _defaults(func: Any) -> dict[str, Any]:
 
 
 def _arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return all arguments by name; brings the tensors among them up to date."""
     for x in args:
         if type(x) is BandTensor:
             refresh(x)
@@ -142,7 +140,6 @@ def _arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict
 
 
 def _columns(x: Tensor, dim: int) -> int:
-    """Return the entries of a row in a channel; 1 if rows are the last dimension."""
     return x.shape[dim:][1:].numel()
 
 
@@ -155,7 +152,6 @@ def _resized(x: Tensor, dim: int, sizes: Sequence[int], rows: int | None = None)
 
 
 def _in_bands(x: BandTensor, count: int) -> BandTensor:
-    """Return folded rows that are pooled in bands of the whole dimension, others as they are."""
     band = _band(x)
     if band.outer == 1 or band.dim < -count:
         return x
@@ -231,10 +227,8 @@ def _gradient_elsewhere(
     """Return the gradient of what has no rows in the dimensions of a kernel; else None.
 
     Args:
-        x: the input of a pool.
         count: of these dimensions.
         compute: returns a gradient of `grad`, `x` and `others`.
-        grad: that of the pool.
         others: tensors as large as it.
     """
     if not is_band(x):
@@ -258,7 +252,6 @@ def _lowest(dtype: torch.dtype) -> float:
 
 
 def _clamped(span: tuple[int, int, int]) -> list[int]:
-    """Return rows from the first to the last, and the rows at the poles beyond these."""
     first, stop, height = span
     return [min(max(row, 0), height - 1) for row in range(first, stop)]
 
@@ -456,7 +449,6 @@ def adaptive_max_pool(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 
 def _maximum_of_all_rows(func: Any, x: BandTensor, sizes: Sequence[int]) -> tuple[Part, Part]:
-    """Return the maxima of all bands' maxima; a collective."""
     band, local = _band(x), x.local
     if local.numel():
         maxima, indices = func(local, list(sizes))
@@ -494,7 +486,6 @@ def adaptive_max_pool_backward(func: Any, args: tuple[Any, ...], kwargs: dict[st
 
 
 def _gradient_of_all_rows(func: Any, grad: Any, x: BandTensor, indices: Any) -> Part:
-    """Return the gradient of a maximum of all rows, for the band that has it."""
     band, local = _band(x), x.local
     grad, indices = whole(grad), whole(indices)
     if not local.numel():
@@ -640,7 +631,6 @@ def _fold_rows(func: Any, x: BandTensor, image: Image, sizes: Sequence[int]) -> 
 def _rows_of_windows(
     bounds: Sizes, windows: Windows, height: int, rank: int
 ) -> tuple[tuple[tuple[RowRange, ...], ...], int]:
-    """Return the rows of each rank's windows, and how many this rank's are."""
     required = []
     for a, b in pairwise(bounds):
         out = slice(a, b)

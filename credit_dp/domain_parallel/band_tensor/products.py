@@ -59,7 +59,6 @@ class Cut(NamedTuple):
     Attributes:
         label: the letter.
         like: the operand that has these bands already; None if bands are moved to the letter.
-        outer: entries before those that are cut, of bands that are moved.
         height: the number of parts that are cut into bands.
         unit: the entries of each part.
     """
@@ -90,10 +89,7 @@ def best_cut(
 
     Args:
         labels: the letters of each operand's dimensions.
-        out: those of the result.
-        shapes: of the operands.
         rows: their bands; None of whole tensors.
-        ranks: the number of ranks.
         parts: of the first operand that has bands, the sizes that each dimension is made of.
         uncut: letters that have to be in one piece.
         is_gradient: whether backward computes the product: of two fields it is then a weight's
@@ -159,8 +155,6 @@ def best_cut(
 
 
 def _part_to_cut(parts: Shape, ranks: int) -> int | None:
-    """Return which of several dimensions in one is cut: the largest, if it has enough entries."""
-
     def is_good(size: int) -> bool:
         return size >= ranks and -(-size // ranks) * ranks <= LARGEST_BAND * size
 
@@ -225,8 +219,6 @@ def contract(
 
     Args:
         operands: tensors; an operand that is added has the letters of the result.
-        labels: the letters of each operand's dimensions.
-        out: those of the result.
         uncut: letters that have to be in one piece.
         is_linear: whether the result is linear in each operand: else it is no sum of parts.
 
@@ -475,7 +467,6 @@ MATRIX_PRODUCTS = 25  # rows or columns beyond which torch computes distances by
 
 
 def _labels_of_vectors(*tensors: Any) -> tuple[list[str], str]:
-    """Return letters of the dimensions before the last two of tensors, and of all of them."""
     most = max(x.ndim for x in tensors) - 2
     batch = ascii_letters[:most]
     return [batch[most - (x.ndim - 2) :] for x in tensors], batch
@@ -561,8 +552,6 @@ def of_matrices(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
 
 
 def _parts(results: Any, rows: Rows, place: int) -> Any:
-    """Return the parts of results with the rows in a dimension, counted from 0."""
-
     def part(x: Tensor) -> Part:
         # What was not asked for is an empty tensor without a batch.
         if isinstance(rows, Band) and x.ndim > place:

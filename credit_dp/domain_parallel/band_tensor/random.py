@@ -85,9 +85,6 @@ def same_random_numbers(
     other ranks from where they were; but what a model keeps as an attribute remains the same.
 
     Args:
-        domain: of the ranks.
-        model: that runs.
-        inputs: of the model.
         error: why this rank can't go on.
 
     Raises:
@@ -138,7 +135,6 @@ class _States:
         self.bytes = self.as_bytes()
 
     def as_bytes(self) -> np.ndarray[Any, np.dtype[np.uint8]]:
-        """Return all states, one after the other."""
         states = [python_random_state().view(np.uint8)]
         states += [get_state(device).numpy() for device in self.devices]
         states += [generator.get_state().numpy() for generator in self.generators]
@@ -149,14 +145,12 @@ class _States:
         return np.split(states, np.cumsum(self.sizes)[:-1])
 
     def restore(self, states: np.ndarray[Any, np.dtype[np.uint8]]) -> None:
-        """Set the states of Python, NumPy and torch to what `as_bytes` returned."""
         python, *others = self._parts(states)
         set_python_random_state(python.copy().view(np.int64))
         for device, state in zip(self.devices, others, strict=False):
             set_state(device, torch.from_numpy(state.copy()))
 
     def restore_attributes(self, states: np.ndarray[Any, np.dtype[np.uint8]]) -> None:
-        """Set the states of the model's generators."""
         _, *others = self._parts(states)
         for generator, state in zip(self.generators, others[len(self.devices) :], strict=True):
             generator.set_state(torch.from_numpy(state.copy()))
@@ -181,8 +175,6 @@ def own_generator(
     """Return a generator of this rank for one draw of a band; the given one takes a step.
 
     Args:
-        domain: of the ranks.
-        device: where the band is.
         generator: the one that the model wants to draw from; torch's own if it is None.
     """
     number = next_number(generator) + BETWEEN_RANKS * domain.rank
@@ -250,7 +242,6 @@ WRITES_NOISE = (torch.ops.aten.rrelu_with_noise, torch.ops.aten.rrelu_with_noise
 
 
 def _draw_own(func: Any, args: Any, kwargs: Any, domain: Domain) -> Any:
-    """Call an operator that draws with local tensors and this rank's numbers."""
     local = next(x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor))
     if has_no_data(local) or is_captured(local.device):  # a graph draws from torch's generator
         return func(*args, **kwargs)

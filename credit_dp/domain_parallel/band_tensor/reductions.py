@@ -196,7 +196,6 @@ def _in_wide_type(x: BandTensor, dtype: torch.dtype | None = None) -> tuple[Tens
 def _combined(
     function: Callable[..., Tensor], x: BandTensor, given: Given, dims: Any, **options: Any
 ) -> Part:
-    """Return what a function makes of the results that it has for each band; a collective."""
     local, kind = _in_wide_type(x, given.get("dtype"))
     part = function(local, dims, given.get("keepdim", False), **options)
     assert isinstance(x.rows, Band)

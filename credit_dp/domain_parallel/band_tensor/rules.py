@@ -254,7 +254,6 @@ def change_shape_in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, An
 
 
 def _view_like(func: Any) -> Any:
-    """Return the operator that returns what an operator in place makes of its argument."""
     name = short_name(func).removesuffix("_")
     packet = getattr(torch.ops.aten, name, None)
     types = [str(argument.type) for argument in schema_of(func).arguments]

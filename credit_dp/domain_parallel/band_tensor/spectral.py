@@ -76,7 +76,6 @@ class Step(NamedTuple):
     """A part of a transform, of dimensions that each rank needs all entries of.
 
     Attributes:
-        func: the operator.
         dims: the dimensions.
         rest: its other arguments.
         to: dimensions to which bands move before others, if they are in one of `dims`.
@@ -116,7 +115,6 @@ def _steps(func: Any, dims: tuple[int, ...], row_dim: int, rest: tuple[Any, ...]
 
 
 def _other_dim(shape: Sequence[int], step: Step, ranks: int) -> int | None:
-    """Return the dimension to which bands move, if one has an entry for each rank."""
     rows = len(shape) - 2
     # The bands of orders that a Legendre transform has left become rows of fields again.
     is_field = rows >= 0 and max(step.dims) > rows and falls_into_equal_parts(shape[rows], ranks)

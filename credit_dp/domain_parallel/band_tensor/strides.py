@@ -40,7 +40,6 @@ class Described:
     There is one object of each kind of tensors, so that it may be a key by its identity.
 
     Attributes:
-        shape, strides, offset, dtype, device: torch's.
         order: its dimensions from that with the largest stride on, and the order that undoes this;
             None if it is contiguous.
     """
@@ -94,7 +93,6 @@ def described(x: Tensor, device: torch.device | None = None) -> Described:
     """Return the description of a tensor, which others like it share.
 
     Args:
-        x: the tensor.
         device: instead of its own.
     """
     device = device or x.device
@@ -182,7 +180,6 @@ _computed = lru_cache(65536)(_compute)
 
 
 def _made(x: Any) -> Any:
-    """Return an argument from its key."""
     if isinstance(x, Described):
         return x.empty()
     if isinstance(x, tuple):

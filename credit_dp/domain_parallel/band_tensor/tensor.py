@@ -275,9 +275,7 @@ class BandTensor(GlobeTensor):
     """A tensor of the globe's shape, of which this rank holds `local`.
 
     Attributes:
-        local: what this rank holds.
         rows: what that is of the globe's tensor.
-        domain: the ranks.
         origin: of a copy that torch takes for a view: it is computed anew if its base was written.
         seen_version: up to which write of its base a copy is up to date.
         described: shape, strides and the like, as a key; None if they have to be looked up.
@@ -342,9 +340,6 @@ class BandTensor(GlobeTensor):
         """Return a tensor of the globe.
 
         Args:
-            local: what this rank holds of it.
-            rows: what that is.
-            domain: their ranks.
             strides: the globe's; None if it is contiguous.
             offset: the globe's, of a view.
         """
@@ -372,7 +367,6 @@ class BandTensor(GlobeTensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Compute an operator by its rule."""
         kwargs = kwargs or {}
         if not is_running.get() and backward_pass() < 0:
             check_model_runs(func, args, kwargs)
@@ -442,7 +436,6 @@ class BandTensor(GlobeTensor):
         return array
 
     def _is_copied(self) -> bool:
-        """Return whether a tensor is a view that does not share the memory of its base."""
         origin = self.origin
         while origin is not None and type(origin.base) is BandTensor:
             if origin.is_copy:

@@ -481,7 +481,6 @@ def slice_backward(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 
 def _sliced(band: Band, wanted: range) -> Band:
-    """Return the bands of some rows that stay where they are."""
     bounds = sliced_bounds(band.bounds, wanted.start, wanted.stop, wanted.step)
     return band._replace(bounds=bounds)
 

@@ -40,7 +40,6 @@ def best_shares(query: Shape, key: Shape, value: Shape, ranks: int) -> Shares | 
 
     Args:
         query, key, value: the shapes of tensors with rows in their last dimension but one.
-        ranks: that share the attention.
 
     Returns:
         None if it is best that queries stay, and keys and values travel.

@@ -360,7 +360,6 @@ def transposed_rows(windows: Windows, start: int, stop: int, height: int) -> Tra
 
     Args:
         windows: each input row adds to the output rows of its window.
-        start, stop: output rows.
         height: rows of the input's globe.
     """
     first, last = transposed_span(windows, slice(start, stop), height)
@@ -404,9 +403,6 @@ def convolve_transposed(
     Args:
         convolve: convolves the input rows, with the padding and output padding of `rows`, and adds
             the bias that it gets.
-        bias: one value per channel, or None.
-        rows: which these are.
-        dim: the row dimension, negative.
         spatial_ndim: number of dimensions of the kernel.
     """
     y = convolve(bias if rows.is_reached else None)

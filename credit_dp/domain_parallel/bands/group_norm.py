@@ -39,11 +39,9 @@ class _Chunk(NamedTuple):
     slab: slice = slice(None)
 
     def select(self, field: Tensor) -> Tensor:
-        """Return this part of `(B, C, ...)`."""
         return field if self is FULL_CHUNK else field[self.samples, self.channels, self.slab]
 
     def select_channels(self, values: Tensor) -> Tensor:
-        """Return this part of `(B, C)`, flattened."""
         return (values if self is FULL_CHUNK else values[self.samples, self.channels]).flatten()
 
 
@@ -94,7 +92,6 @@ def _chunks(x: Tensor, groups: int) -> list[_Chunk]:
 
 
 def _slabs(x: Tensor) -> list[slice]:
-    """Return ranges of the first dimension after the channels that fit in the cache."""
     height = x.shape[2]
     rows_at_once = max(1, CHUNK_ENTRIES * height // x.shape[1:].numel())
     return [slice(row, min(row + rows_at_once, height)) for row in range(0, height, rows_at_once)]
@@ -224,8 +221,6 @@ def group_norm_backward(
 
 
 class _Factors(NamedTuple):
-    """Factors of each sample's channels, `(B, C)` each, of one dtype."""
-
     scale: Tensor
     shift: Tensor
     center: Tensor

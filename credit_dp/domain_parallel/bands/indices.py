@@ -43,7 +43,6 @@ def ranges_of(indices: Sequence[int]) -> tuple[RowRange, ...]:
 
 
 def _step(indices: Sequence[int], i: int) -> int:
-    """Return by how much indices change from the i-th on: 0 for zeros, else 1 or -1."""
     if indices[i] < 0:
         return 0
     return -1 if i + 1 < len(indices) and 0 <= indices[i + 1] == indices[i] - 1 else 1
@@ -69,7 +68,6 @@ def taken_bounds(indices: tuple[int, ...], bounds: Bounds, usual: Bounds) -> Bou
     """Return the bands in which rows lie that are taken from bands.
 
     Args:
-        indices: the rows.
         bounds: the bands from which they are taken.
         usual: the bands of as many rows.
     """
@@ -88,7 +86,6 @@ def source_bounds(indices: tuple[int, ...], taken: Bounds, usual: Bounds) -> Bou
     """Return bands from which rows were taken that lie in other bands now: see `taken_bounds`.
 
     Args:
-        indices: the rows.
         taken: the bands in which they lie.
         usual: the bands of the height from which they are taken, where nothing says otherwise.
     """
@@ -137,7 +134,6 @@ def bounds_around(sliced: Bounds, start: int, step: int, usual: Bounds) -> Bound
 
     Args:
         sliced: the bands of the rows start, start + step, ...
-        start, step: of the slice.
         usual: the bands of the height from which it is taken.
     """
     count, height = sliced[-1], usual[-1]

@@ -44,7 +44,6 @@ class RowWeights(NamedTuple):
     Attributes:
         indices: for each `k` the input row of every output row.
         weights: for each `k` its weight, as a column; None if each output row copies an input row.
-        dim: the dimension of the rows, negative.
     """
 
     indices: tuple[Tensor, ...]
@@ -190,7 +189,6 @@ def _columns_of(
 def _table_from_triples(
     out_rows: Tensor, in_rows: Tensor, weights: Tensor, out_height: int
 ) -> InterpolationTable:
-    """Return the table of triples of output row, input row and weight."""
     # Sort by output row; within a row, `column` counts its sources.
     order = out_rows.argsort(stable=True)
     out_rows, in_rows, weights = out_rows[order], in_rows[order], weights[order]
@@ -222,11 +220,8 @@ def gradient_table_of_nearest(
     float64. One in some hundred pairs of heights has rows that differ.
 
     Args:
-        mode: one of `NEAREST`.
-        height: of the input.
         table: of the forward pass, which is returned if gradients follow it.
         scale: the factor that torch computes positions with; None for the ratio of heights.
-        dtype, device: of the input.
     """
     out_height = table.out_height
 
@@ -252,8 +247,6 @@ class RowOperator(NamedTuple):
 
     Attributes:
         name: that of the operator in two dimensions, without the number of dimensions.
-        height: of the input.
-        out_height: of the output.
         settings: whether corners are aligned, if the operator asks that.
         scale: the factor that torch computes positions with; None for the ratio of heights.
         dtype, device: torch rounds positions differently for each.

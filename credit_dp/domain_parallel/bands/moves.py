@@ -26,12 +26,6 @@ def exchange_blocks(local: Tensor, source: Bands, target: Bands, transport: Tran
     """Return this rank's part of a tensor that is cut along another dimension; a collective.
 
     Each rank sends every other one the block that lies in its part of the result.
-
-    Args:
-        local: this rank's part.
-        source: how the tensor is cut.
-        target: how the result is, in another dimension.
-        transport: sends the messages.
     """
     rank, ranks = transport.rank, transport.size
     first, second = sorted((source[0], target[0]))
@@ -69,7 +63,6 @@ def exchange_blocks(local: Tensor, source: Bands, target: Bands, transport: Tran
 
 
 def _split(x: Tensor, dim: int, outer: int) -> Tensor:
-    """Return `x` with a dimension split into `(outer, entries)`."""
     return x.reshape(*x.shape[:dim], outer, x.shape[dim] // outer, *x.shape[dim + 1 :])
 
 
@@ -191,11 +184,8 @@ def _exchange_parts(
     """Send parts of several tensors to each rank, in one message; return those of each rank.
 
     Args:
-        sent: the parts for each rank, which are of the same type.
         received: the shapes of the parts from each rank.
         entries: for each tensor and sender the numbers of entries to each receiver.
-        bands: of the rows.
-        transport: sends the messages.
     """
     rank, ranks = transport.rank, range(transport.size)
     like = sent[rank][0]
@@ -219,7 +209,6 @@ def _exchange_parts(
 
 
 def _empty_message(like: Tensor, shapes: Sequence[Sequence[int]]) -> tuple[Tensor, list[Tensor]]:
-    """Return a message without values, and its parts, which have these shapes."""
     sizes = [prod(shape) for shape in shapes]
     message = like.new_empty(sum(sizes))
     parts = zip(message.split_with_sizes(sizes), shapes, strict=True)

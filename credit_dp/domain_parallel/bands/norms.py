@@ -145,11 +145,7 @@ def norm_forward(
     """Return `(x - mean) * rstd * weight + bias`.
 
     Args:
-        x: this rank's band.
         moments: mean and `rstd`, the reciprocal of the standard deviation.
-        weight: None means 1.
-        bias: None means 0.
-        reduction: that of the moments.
         parameter_shape: in which parameters broadcast against `reduction.by_group(x)`; None: they
             have an entry for each one of the reduced dimensions of this band.
     """

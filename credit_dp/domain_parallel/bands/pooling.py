@@ -20,10 +20,8 @@ def global_flat_indices(indices: Tensor, rows: Tensor, columns: int, height: int
     Both count in row-major order.
 
     Args:
-        indices: flat indices into a channel of the fetched rows.
         rows: the global row of each fetched row.
         columns: entries of a row; 1 if rows are the last dimension.
-        height: rows of the globe.
     """
     level = indices // (len(rows) * columns)
     row = rows[indices // columns % len(rows)]
@@ -49,9 +47,7 @@ def maximum_gradient(
     """Return the gradient of the rows that a pool has taken maxima of.
 
     Args:
-        grad: that of the maxima.
         indices: flat indices of the maxima into a channel of the rows.
-        like: shape and memory format of the rows.
         settings: kernel size, stride, padding, dilation and ceil mode of the pool.
     """
     shape, memory_format = like
@@ -84,7 +80,6 @@ def first_maximum(maxima: Tensor, indices: Tensor, transport: Transport) -> tupl
     Args:
         maxima: those of this rank's band; -inf if it has no rows.
         indices: their indices into the globe, of any dtype; infinite if the band has no rows.
-        transport: sends them.
     """
     # One collective for both: float64 holds indices up to 2**53 and all values exactly. A band
     # with NaN competes with its index, so that NaN wins as in torch.
@@ -117,11 +112,7 @@ def count_factors(
     counts are those of the whole globe, so all ranks decide alike.
 
     Args:
-        windows: of the pool.
         out: output rows of this rank.
-        out_height: output rows of the globe.
-        height: input rows of the globe.
-        counts_padding: whether rows of padding count.
     """
     counts: Sequence[int] = [
         _counted_rows(windows, i, height, counts_padding) for i in range(out_height)
@@ -132,7 +123,6 @@ def count_factors(
 
 
 def _counted_rows(windows: Windows, out: int, height: int, counts_padding: bool) -> int:
-    """Return the number of rows that count in the window of one output row."""
     first, stop = windows.span(slice(out, out + 1))
     if counts_padding:
         return min(stop, height + windows.north) - first

@@ -62,8 +62,6 @@ class Windows(NamedTuple):
 
         Args:
             start, stop: part of the span of the windows `out`.
-            out: windows.
-            height: rows of the globe.
             pole_mode: one of `exchange.POLE_MODES`.
         """
         rows_under_tap = (out.stop - out.start - 1) * self.stride + 1

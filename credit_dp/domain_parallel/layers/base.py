@@ -168,7 +168,6 @@ class RowLayer(nn.Module, ABC):
         self._plan_number = next(_plan_numbers)
 
     def _refuse_overridden_behaviour(self, wrapped: nn.Module) -> None:
-        """Refuse a subclass of a torch layer that overrides its behaviour."""
         override = overridden_method(wrapped)
         type_name = type(wrapped).__name__
         if override:
@@ -178,7 +177,6 @@ class RowLayer(nn.Module, ABC):
             )
 
     def _check_dim(self) -> None:
-        """Refuse a row dimension that this layer does not support."""
         if self.dim != ROW_DIM:
             raise UserError(
                 f"{type(self).__name__}: only latitude rows, the last dimension but one, can be "
@@ -244,10 +242,6 @@ class RowLayer(nn.Module, ABC):
 
     def couples_rows(self, dim: int, ndim: int) -> bool:
         """Return whether an output row depends on several input rows.
-
-        Args:
-            dim: the row dimension of the input, negative.
-            ndim: number of dimensions of the input.
 
         Raises:
             UserError: the layer couples rows in `dim`, but supports them elsewhere only.

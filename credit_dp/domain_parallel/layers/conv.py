@@ -56,10 +56,7 @@ class ConvLayer(StencilLayer):
 
     Args:
         wrapped: the layer to shard, `conv` itself or a module around it.
-        conv: the convolution.
         padding_widths: padding in the order of `F.pad`: west, east, north, south, ...
-        shard_dim: the row dimension of the input.
-        manager: by default `get_domain_parallel_manager()`, looked up at the first forward.
     """
 
     conv: Any
@@ -89,14 +86,12 @@ class ConvLayer(StencilLayer):
 
     @property
     def _windows(self) -> Windows:
-        """Rows under the kernel, for each output row."""
         conv = self.conv
         dim = ROW_DIM
         return Windows(conv.kernel_size[dim], self._stride, self.north, conv.dilation[dim])
 
     @property
     def _kernel_extent(self) -> int:
-        """Rows that the dilated kernel spans."""
         return self._windows.extent
 
     def couples_rows(self, dim: int, ndim: int) -> bool:
@@ -133,11 +128,9 @@ class _RowConv(ConvLayer):
         self._compiled_convs: dict[int, str] = {}
 
     def out_height(self, height: int, *others: Tensor) -> int:
-        """Return the global output height."""
         return self._windows.out_height(height, self.south)
 
     def input_span(self, out: slice, height: int) -> tuple[int, int]:
-        """Return the rows under the kernel, padding included."""
         return self._windows.span(out)
 
     def rows_between(self, start: int, stop: int, out: slice, height: int) -> tuple[RowRange, ...]:
@@ -145,7 +138,6 @@ class _RowConv(ConvLayer):
         return self._windows.rows_between(start, stop, out, height, self.pole_mode)
 
     def compute(self, x: Tensor, bands: Bands) -> Tensor:
-        """Return this rank's output rows."""
         if torch.compiler.is_dynamo_compiling():
             return self._compute_compiled(x, bands)
         if self._is_small(x, bands.input) or not self._can_overlap(bands):
@@ -178,7 +170,6 @@ class _RowConv(ConvLayer):
         return y[0] if padded.ndim < batch.ndim else y
 
     def prepare_height(self, bands: Bands) -> None:
-        """Collect what compiled code needs of the plan at one height."""
         super().prepare_height(bands)
         name = ""
         # An operator can't differentiate torch's padding by itself: see `ColumnPadding.gradients`.
@@ -249,7 +240,6 @@ class _PaddedConv(_RowConv):
             self.zeros = no_padding[::2]
 
     def convolve(self, rows: Tensor) -> Tensor:
-        """Return the convolution of fetched rows that have `column_padding`."""
         conv = self.conv
         zeros = self.zeros
         return CONV_FUNCTIONS[len(zeros)](
@@ -262,11 +252,6 @@ class DomainParallelConv2d(_PaddedConv):
     """A `Conv2d` on one band of rows, equal to that layer on the whole globe.
 
     Supports every kernel, stride, dilation, padding and padding mode, and any bands.
-
-    Args:
-        conv: the layer to shard; parameters are shared with it.
-        shard_dim: the row dimension of the input.
-        manager: by default `get_domain_parallel_manager()`, looked up at the first forward.
 
     Shapes:
         `(B, C_in, H_local, W)` -> `(B, C_out, H_out_local, W_out)`; without `B` too.
@@ -281,11 +266,6 @@ class DomainParallelConv3d(_PaddedConv):
     """A `Conv3d` on one band of rows, equal to that layer on the whole globe.
 
     Supports every kernel, stride, dilation, padding and padding mode, and any bands.
-
-    Args:
-        conv: the layer to shard; parameters are shared with it.
-        shard_dim: the row dimension of the input.
-        manager: by default `get_domain_parallel_manager()`, looked up at the first forward.
 
     Shapes:
         `(B, C_in, T, H_local, W)` -> `(B, C_out, T_out, H_out_local, W_out)`; without `B` too.
@@ -314,8 +294,6 @@ class DomainParallelPeriodicConv2d(_RowConv):
             `nn.Conv2d` without padding. Its `poles` attribute is the padding in latitude: `reflect`
             (the default), `zeros`, `replicate`, `mirror` or `earth`; its `column_mode` that in
             longitude: `circular` (the default), `zeros`, `replicate` or `reflect`.
-        shard_dim: the row dimension of the input.
-        manager: by default `get_domain_parallel_manager()`, looked up at the first forward.
 
     Shapes:
         `(B, C_in, H_local, W)` -> `(B, C_out, H_out_local, W_out)`.

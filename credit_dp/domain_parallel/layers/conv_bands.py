@@ -48,7 +48,6 @@ def convolve_band(
         padded: the band with `halo.column_padding`. `settings` may add zeros in all dimensions.
         weight: the kernel. Along the rows its number of taps is odd, or its dilation even, so that
             the kernel reaches equally far north and south.
-        bias: one value per channel, or None.
         settings: they pad rows so that the output has as many as the input.
         halo: as many rows on either side as `settings` pads.
 
@@ -154,7 +153,6 @@ class CompiledConv(NamedTuple):
 
 
 def _empty_like(x: Tensor, format_of: Tensor) -> Tensor:
-    """Allocate a tensor of shape and dtype of one tensor, in the memory format of another one."""
     memory_format = memory_format_of(format_of)
     return torch.empty(x.shape, dtype=x.dtype, device=x.device, memory_format=memory_format)
 

@@ -35,7 +35,6 @@ CONV_TRANSPOSE_FUNCTIONS: dict[int, Callable[..., Tensor]] = {
 
 
 def _along_rows(settings: tuple[int, ...], dim: int, value: int) -> tuple[int, ...]:
-    """Return settings with another value in the row dimension."""
     changed = list(settings)
     changed[dim] = value
     return tuple(changed)
@@ -86,11 +85,9 @@ class _RowConvTranspose(ConvLayer):
         return int((height - 1) * self._stride + extra)
 
     def input_span(self, out: slice, height: int) -> tuple[int, int]:
-        """Return the input rows that reach the output rows `out`; at least one."""
         return transposed_span(self._windows, out, height)
 
     def compute(self, x: Tensor, bands: Bands) -> Tensor:
-        """Return this rank's output rows."""
         out = bands.output.rows(self.manager.domain_rank)
         cut = transposed_rows(self._windows, out.start, out.stop, bands.input.height)
         rows = self.fetch(x, bands)
@@ -98,7 +95,6 @@ class _RowConvTranspose(ConvLayer):
         return convolve_transposed(convolve, self.bias, cut, ROW_DIM, len(self.conv.kernel_size))
 
     def _convolve(self, rows: Tensor, bias: Tensor | None, cut: TransposedRows) -> Tensor:
-        """Return the transposed convolution with this padding and output padding along the rows."""
         conv = self.conv
         dim = ROW_DIM
         return CONV_TRANSPOSE_FUNCTIONS[len(conv.padding)](
@@ -120,11 +116,6 @@ class DomainParallelConvTranspose2d(_RowConvTranspose):
     Supports every kernel, stride, padding, output padding, dilation and number of groups. Nothing
     is sent where the kernel equals the stride and the bands line up.
 
-    Args:
-        conv: the layer to shard; parameters are shared with it.
-        shard_dim: the row dimension of the input.
-        manager: by default `get_domain_parallel_manager()`, looked up at the first forward.
-
     Shapes:
         `(B, C_in, H_local, W)` -> `(B, C_out, H_out_local, W_out)`; without `B` too.
 
@@ -139,11 +130,6 @@ class DomainParallelConvTranspose3d(_RowConvTranspose):
 
     Supports every kernel, stride, padding, output padding, dilation and number of groups. Nothing
     is sent where the kernel equals the stride and the bands line up.
-
-    Args:
-        conv: the layer to shard; parameters are shared with it.
-        shard_dim: the row dimension of the input.
-        manager: by default `get_domain_parallel_manager()`, looked up at the first forward.
 
     Shapes:
         `(B, C_in, T, H_local, W)` -> `(B, C_out, T_out, H_out_local, W_out)`; without `B` too.

@@ -135,7 +135,6 @@ class DepthwiseLayer(_PaddedConv):
             self._compiled_transposes[height] = (*names, own.start, own.stop)
 
     def _compute_by_compiled_channels(self, x: Tensor, bands: Bands) -> Tensor:
-        """Return what `_compute_by_channels` does, in terms that torch's compiler can follow."""
         to_channels, to_rows, start, stop = self._compiled_transposes[bands.input.height]
         transport = self.manager.transport.name
         globe = _transpose_operator(x, to_channels, transport, True)
@@ -178,7 +177,6 @@ class DepthwiseLayer(_PaddedConv):
 
 @torch.library.custom_op("credit_dp::transpose", mutates_args=())
 def _transpose_operator(x: Tensor, plan: str, transport: str, to_channels: bool) -> Tensor:
-    """Return the transpose of rows to channels, or back; `plan` names a `TransposePlan`."""
     y = transpose_blocks(x, named_in_graphs(plan), transport_named(transport), to_channels)
     return y.contiguous()
 
@@ -211,11 +209,6 @@ class DomainParallelDepthwiseConv2d(DepthwiseLayer):
     transposes rows to channels where that sends less than fetching rows; a rank may then have no
     channel.
 
-    Args:
-        conv: the layer to shard; parameters are shared with it.
-        shard_dim: the row dimension of the input.
-        manager: by default `get_domain_parallel_manager()`, looked up at the first forward.
-
     Shapes:
         `(B, C, H_local, W)` -> `(B, C_out, H_out_local, W_out)`; without `B` too.
 
@@ -244,11 +237,6 @@ class DomainParallelDistributedDepthwiseConv2d(DepthwiseLayer):
 
     The ranks hold bands of rows and, where that sends less, transpose them to channels inside the
     layer. It replaces the layer's own channel parallelism, so `cp_group` must be None.
-
-    Args:
-        depthwise: the layer to shard; parameters are shared with it.
-        shard_dim: the row dimension of the input.
-        manager: by default `get_domain_parallel_manager()`, looked up at the first forward.
 
     Shapes:
         `(B, C, H_local, W)` -> the same.
@@ -300,8 +288,6 @@ class DomainParallelLongRangeConv2d(DepthwiseLayer):
         layer: an `nn.Conv2d` with one group per channel. Its forward first pads `column_padding`
             circular columns on both sides, maybe more than the globe has; if 0, columns are padded
             as rows are, by the convolution.
-        shard_dim: the row dimension of the input.
-        manager: by default `get_domain_parallel_manager()`, looked up at the first forward.
 
     Shapes:
         `(B, C, H_local, W)` -> `(B, C_out, H_out_local, W_out)`.
@@ -329,7 +315,6 @@ class DomainParallelLongRangeConv2d(DepthwiseLayer):
 
 
 def _as_conv(depthwise: DistributedDepthwiseConv2d) -> nn.Conv2d:
-    """Return a convolution with the settings of `depthwise`, without data (meta device)."""
     channels = depthwise.hidden_dim
     return nn.Conv2d(
         channels, channels, depthwise.kernel_size, padding="same", groups=channels, bias=False,

@@ -35,10 +35,6 @@ class DomainParallelGroupNorm(ReductionLayer):
     GPUs, where torch's own group norm returns float32. Statistics of half-precision input are
     float32, and backward keeps no float32 copy of it.
 
-    Args:
-        norm: the layer to shard; parameters are shared with it.
-        manager: by default `get_domain_parallel_manager()`, looked up at the first forward.
-
     Shapes:
         `(B, C, H_local, W)` -> `(B, C, H_local, W)`.
 

@@ -132,7 +132,6 @@ class _Normalise(torch.autograd.Function):
 
 
 def _like(grad: Tensor | None, like: tuple[torch.Size, torch.dtype]) -> Tensor | None:
-    """Return a gradient in the shape and the dtype of its parameter."""
     return None if grad is None else grad.view(like[0]).to(like[1])
 
 
@@ -164,10 +163,6 @@ class DomainParallelBatchNorm(ReductionLayer):
 
     One small collective in forward and one in backward; none where running statistics are used.
     Running statistics are those of the whole globe, the same on all ranks that share it.
-
-    Args:
-        norm: the layer to shard; parameters and buffers are shared with it.
-        manager: by default `get_domain_parallel_manager()`, looked up at the first forward.
 
     Shapes:
         `(B, C, ..., H_local, ...)` -> the same.
@@ -246,10 +241,6 @@ class DomainParallelInstanceNorm(ReductionLayer):
     """An `InstanceNorm` on one band of rows, equal to that layer on the whole globe.
 
     One small collective in forward and one in backward; none where running statistics are used.
-
-    Args:
-        norm: the layer to shard; parameters and buffers are shared with it.
-        manager: by default `get_domain_parallel_manager()`, looked up at the first forward.
 
     Shapes:
         `(B, C, ..., H_local, ...)` or `(C, ..., H_local, ...)` -> the same.

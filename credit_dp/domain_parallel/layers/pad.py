@@ -49,8 +49,6 @@ def circular_gradient(grad: Tensor, widths: tuple[int, ...]) -> Tensor:
 
 
 class _CircularPad(torch.autograd.Function):
-    """Circular padding of several dimensions; saves no tensor."""
-
     @staticmethod
     def forward(ctx: Any, x: Tensor, widths: tuple[int, ...]) -> Tensor:
         ctx.widths = widths
@@ -72,7 +70,6 @@ class _CircularPad(torch.autograd.Function):
 
 
 def _add_up_turns(grad: Tensor, dim: int, before: int, after: int) -> Tensor:
-    """Return the sum of the gradients of an entry's copies, for all entries along `dim`."""
     size = grad.shape[dim] - before - after
     inner = grad.narrow(dim, before, size)
     total = inner.clone(memory_format=memory_format_of(grad))
@@ -150,31 +147,25 @@ class _RowPad(ConstantFillLayer, ABC):
         """Accept rows in any dimension; one-dimensional pads have them in the last."""
 
     def couples_rows(self, dim: int, ndim: int) -> bool:
-        """Return whether `dim` is padded."""
         return 2 * -dim <= len(self.pad)
 
     def _row_padding(self) -> tuple[int, int]:
-        """Return the rows to add in the north and in the south; negative numbers crop."""
         # `F.pad` lists widths from the last dimension on and may leave out leading dimensions.
         index = 2 * (-self.dim - 1)
         north, south = (*self.pad, *[0] * (index + 2))[index : index + 2]
         return north, south
 
     def out_height(self, height: int, *others: Tensor) -> int:
-        """Return the height of the padded globe."""
         return height + sum(self._row_padding())
 
     def input_span(self, out: slice, height: int) -> tuple[int, int]:
-        """Return the same rows, counted from the first row of the unpadded globe."""
         north, _ = self._row_padding()
         return out.start - north, out.stop - north
 
     def required_rows(self, out: slice, height: int) -> tuple[RowRange, ...]:
-        """Return the rows of the globe, and the rows that the mode shows beyond the poles."""
         return padded_rows(out, height, *self._row_padding(), self.mode)
 
     def compute(self, x: Tensor, bands: Bands) -> Tensor:
-        """Return this rank's rows of the padded globe."""
         if not any(self.pad):
             return self.fetch(x, bands).clone()  # as torch does: either may be changed in place
         index = 2 * (-self.dim - 1)
@@ -201,7 +192,6 @@ class DomainParallelPadLayer(_RowPad):
         layer: an `nn.ZeroPad*d`, `nn.ConstantPad*d`, `nn.ReflectionPad*d`, `nn.ReplicationPad*d` or
             `nn.CircularPad*d`.
         shard_dim: the row dimension of the input; by default -2, or -1 for one-dimensional layers.
-        manager: by default `get_domain_parallel_manager()`, looked up at the first forward.
 
     Shapes:
         `(B, C, H_local, W)` -> `(B, C, H_out_local, W_out)`; also `(B, C, D, H_local, W)`, and
@@ -242,8 +232,6 @@ class DomainParallelPolePad(StencilLayer):
             `replicate`, `reflect`, `mirror` or `earth`), and then `columns` columns on both sides
             in the mode `column_mode` (by default `circular`), as
             `credit_dp.models.blocks.PolePad` does.
-        shard_dim: the row dimension of the input.
-        manager: by default `get_domain_parallel_manager()`, looked up at the first forward.
 
     Shapes:
         `(B, C, H_local, W)` -> `(B, C, H_out_local, W + 2 * columns)`, with
@@ -278,8 +266,6 @@ class DomainParallelMatchRows(RowLayer):
     Args:
         crop: a module whose `forward(x, reference)` returns
             `x[..., :reference.shape[-2], :reference.shape[-1]]`.
-        shard_dim: the row dimension of the input.
-        manager: by default `get_domain_parallel_manager()`, looked up at the first forward.
 
     Shapes:
         `(B, C, H_local, W)` and `(B, D, H_reference_local, W_reference)` ->

@@ -36,13 +36,7 @@ DIMS_OF_POOLS = {nn.MaxPool2d: 2, nn.MaxPool3d: 3, nn.AvgPool2d: 2, nn.AvgPool3d
 
 
 class PoolLayer(StencilLayer):
-    """Base of the layers around a pool with a kernel.
-
-    Args:
-        pool: the layer to shard.
-        shard_dim: the row dimension of the input.
-        manager: by default `get_domain_parallel_manager()`, looked up at the first forward.
-    """
+    """Base of the layers around a pool with a kernel."""
 
     def __init__(
         self,
@@ -87,7 +81,6 @@ class PoolLayer(StencilLayer):
 
     @property
     def _windows(self) -> Windows:
-        """The rows of each output row."""
         return Windows(self._kernel, self._stride, self._padding)
 
     def out_height(self, height: int, *others: Tensor) -> int:
@@ -132,7 +125,6 @@ class DomainParallelAvgPool(PoolLayer):
         return self._rescale_by_count(means, bands)
 
     def _rescale_by_count(self, means: Tensor, bands: Bands) -> Tensor:
-        """Return the means, divided by the rows that count instead of all rows of the kernel."""
         if self.divisor_override is not None:
             return means
         factors = count_factors(
@@ -223,11 +215,6 @@ def output_size_along(pool: Any, dim: int) -> int | None:
 @final
 class DomainParallelGlobalAvgPool(ReductionLayer):
     """An `AdaptiveAvgPool` to one row, equal to that layer on the whole globe.
-
-    Args:
-        pool: the layer to shard; its output size is 1 along the rows.
-        shard_dim: the row dimension of the input.
-        manager: by default `get_domain_parallel_manager()`, looked up at the first forward.
 
     Shapes:
         `(B, C, H_local, W)` -> `(B, C, 1, W_out)`, the same on every rank.

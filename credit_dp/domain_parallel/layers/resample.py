@@ -159,7 +159,6 @@ MODES = (*NEAREST, *LINEAR, "bicubic", "area")
 
 
 def _input_ndim(upsample: nn.Upsample) -> int:
-    """Return the number of dimensions of the input as far as the settings say, else 4."""
     of_modes = {"linear": 1, "trilinear": 3}
     for setting in (upsample.size, upsample.scale_factor):
         if isinstance(setting, (tuple, list)):
@@ -168,8 +167,6 @@ def _input_ndim(upsample: nn.Upsample) -> int:
 
 
 class _Interpolate(InterpolationLayer, ABC):
-    """`F.interpolate` with the settings of an `nn.Upsample`."""
-
     def __init__(
         self,
         upsample: nn.Upsample,
@@ -199,7 +196,6 @@ class _Interpolate(InterpolationLayer, ABC):
         )
 
     def apply_along_rows(self, x: Tensor) -> Tensor:
-        """Return the interpolation of a single column."""
         mode = "bilinear" if self.mode in LINEAR else self.mode
         if self.size is not None:
             y = self._interpolate(x, (self.row_setting(self.size), 1), None, mode)
@@ -208,7 +204,6 @@ class _Interpolate(InterpolationLayer, ABC):
         return y
 
     def apply_along_other_dims(self, x: Tensor) -> Tensor:
-        """Return the interpolation along columns and levels."""
         setting = self.scale_factor if self.size is None else self.size
         one_for_all = isinstance(setting, (int, float))
         settings = [setting] * (x.ndim - NON_SPATIAL) if one_for_all else list(setting)
@@ -221,7 +216,6 @@ class _Interpolate(InterpolationLayer, ABC):
         return self._interpolate(x, settings, None, self.mode)
 
     def gradient_table(self, height: int) -> InterpolationTable:
-        """Return the table that gradients follow."""
         table = self.interpolation_table(height)
         if self.mode not in NEAREST:
             return table
@@ -245,7 +239,6 @@ class DomainParallelUpsample(_Interpolate):
     Args:
         upsample: the layer to shard; its `size` is the whole globe's.
         shard_dim: the row dimension of the input; -1 if it is `(B, C, H)`.
-        manager: by default `get_domain_parallel_manager()`, looked up at the first forward.
 
     Shapes:
         `(B, C, H_local, W)` -> `(B, C, H_out_local, W_out)`; also `(B, C, D, H_local, W)`, and
@@ -264,9 +257,6 @@ class DomainParallelInterpolate(_Interpolate):
         mode: `nearest`, `nearest-exact`, `linear`, `bilinear`, `trilinear`, `bicubic` or `area`.
         shard_dim: the row dimension of the input; -1 if it is `(B, C, H)`.
         scale_factor: instead of `size`, one for all dimensions or one for each.
-        align_corners: see `torch.nn.functional.interpolate`.
-        recompute_scale_factor: see `torch.nn.functional.interpolate`.
-        manager: by default `get_domain_parallel_manager()`, looked up at the first forward.
 
     Shapes:
         `(B, C, H_local, W)` -> `(B, C, H_out_local, W_out)`; also `(B, C, D, H_local, W)`, and
@@ -317,8 +307,6 @@ class DomainParallelPeriodicUpsample(StencilLayer):
             sides in the mode `column_mode` (by default `circular`), calls its `refine`, which
             doubles rows and columns, and crops the two finer rows and columns of each added one, as
             `credit_dp.models.unet.PeriodicUpsample` does.
-        shard_dim: the row dimension of the input.
-        manager: by default `get_domain_parallel_manager()`, looked up at the first forward.
 
     Shapes:
         `(B, C, H_local, W)` -> `(B, C, H_out_local, 2 * W)`, with `H_out = 2 * H`.
@@ -383,7 +371,6 @@ class _PixelShuffleLayer(RowLayer, ABC):
         """
 
     def compute(self, x: Tensor, bands: Bands) -> Tensor:
-        """Return this rank's output rows: shuffle complete input rows and crop."""
         out = bands.output.rows(self.manager.domain_rank)
         # An input row becomes several output rows or vice versa. Bands may cut through such a
         # group, so complete groups are shuffled and the surplus is cropped.
@@ -404,11 +391,6 @@ class DomainParallelPixelShuffle(_PixelShuffleLayer):
     """A `PixelShuffle` on one band of rows, equal to that layer on the whole globe.
 
     Nothing is sent where the bands line up.
-
-    Args:
-        shuffle: the layer to shard.
-        shard_dim: the row dimension of the input.
-        manager: by default `get_domain_parallel_manager()`, looked up at the first forward.
 
     Shapes:
         `(B, C * r ** 2, H_local, W)` -> `(B, C, H_out_local, W * r)`, with `H_out = H * r`.
@@ -450,11 +432,6 @@ class DomainParallelPixelUnshuffle(_PixelShuffleLayer):
     """A `PixelUnshuffle` on one band of rows, equal to that layer on the whole globe.
 
     Nothing is sent where the bands line up.
-
-    Args:
-        unshuffle: the layer to shard.
-        shard_dim: the row dimension of the input.
-        manager: by default `get_domain_parallel_manager()`, looked up at the first forward.
 
     Shapes:
         `(B, C, H_local, W)` -> `(B, C * r ** 2, H_out_local, W / r)`, with `H_out = H / r`.

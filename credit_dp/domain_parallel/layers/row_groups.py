@@ -50,7 +50,6 @@ class DomainParallelRowGroups(RowLayer):
             `order` of the groups (None: a row of zeros) and the `positions` of the rows in that
             order; and `treat(x, groups, height)`, which returns the output of some of the groups,
             maybe of none. See `credit_dp.models.row_groups.GroupedRows`.
-        manager: by default `get_domain_parallel_manager()`, looked up at the first forward.
 
     Shapes:
         The `H_local` rows in `row_dim` stay; other dimensions may change.
@@ -202,12 +201,10 @@ def remove_zero_rows(x: Tensor, order: RowOrder, dim: int) -> Tensor:
 
 
 def _kept(order: RowOrder) -> list[int]:
-    """Return the indices of all rows that are not rows of zeros."""
     return [index for index, row in enumerate(order) if row is not None]
 
 
 def _row_ranges(rows: Iterable[int]) -> tuple[RowRange, ...]:
-    """Return the rows as ranges of consecutive rows."""
     ranges: list[RowRange] = []
     for row in rows:
         if ranges and ranges[-1].stop == row:

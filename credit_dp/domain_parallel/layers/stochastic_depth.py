@@ -22,7 +22,6 @@ class DomainParallelStochasticDepth(RowLayer):
     Args:
         layer: a module with a `rate` and `draws`: one random number per sample, or None before
             they are set.
-        manager: by default `get_domain_parallel_manager()`, looked up at the first forward.
 
     Shapes:
         `(B, ...)`, with rows in any dimension except the first -> the same.

@@ -87,7 +87,6 @@ class LayerCall(NamedTuple):
     """A call of a converted layer or of a trusted module in the run on the globe.
 
     Attributes:
-        name: of the layer or module.
         outputs: what it returns on the globe, without data; None if a layer couples no rows here.
         rows: how ranks hold each tensor of `outputs`.
     """
@@ -124,8 +123,6 @@ class Run(PlanningMode):
     """A run of the model as one rank, which answers the calls of its layers.
 
     Args:
-        planner: has what is found.
-        rank: the rank.
         globe: the run on tensors of the globe that this one on a band is compared with.
 
     Attributes:
@@ -217,7 +214,6 @@ class Run(PlanningMode):
         return self._answer(self.calls[-1], (x, *others))
 
     def _call_rowwise(self, layer: RowLayer, name: str, x: Tensor, *others: Tensor) -> Any:
-        """Return the output of a layer that couples no rows where it is called."""
         rows = self._rows_of(x)
         inputs = [held_of(each) for each in (x, *others)]
         if self._paused or rows is PARTIAL:
@@ -251,8 +247,6 @@ class Run(PlanningMode):
         return Band(ROW_DIM, 1, self.domain.bounds(x.shape[ROW_DIM]))
 
     def _outputs_on_globe(self, function: Callable[..., Any], args: Any, kwargs: Any = None) -> Any:
-        """Return what a function makes of tensors of the globe's shapes."""
-
         def without_data(x: Tensor) -> Tensor:
             return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
@@ -264,7 +258,6 @@ class Run(PlanningMode):
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        """Run operators in this context that are not compared, on torch's own tensors."""
         self._paused += 1
         try:
             with disable_torch_function():
@@ -274,7 +267,6 @@ class Run(PlanningMode):
 
     @contextmanager
     def _within_layer(self) -> Iterator[None]:
-        """Call wrapped modules themselves in this context."""
         self._layers += 1
         try:
             yield
@@ -301,7 +293,6 @@ class Run(PlanningMode):
         return self.calls[-1]
 
     def _answer(self, call: LayerCall, inputs: Sequence[Tensor]) -> Any:
-        """Return a layer's output: of the rank's shape, and on the globe as tensors of it."""
         held = iter(call.rows)
         index = len(self.events)
 
@@ -391,7 +382,6 @@ class Run(PlanningMode):
         return BandTensor(result, rows, self.domain) if type(args[0]) is BandTensor else result
 
     def _held(self, args: tuple[Any, ...]) -> tuple[Rows, Tensor | None]:
-        """Return what a rank holds of a module's only argument; None if it runs otherwise."""
         if self._paused or len(args) != 1 or type(args[0]) not in (BandTensor, FakeTensor):
             return WHOLE, None
         if self.globe is None:
@@ -409,7 +399,6 @@ class Run(PlanningMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Run an operator, and note what it computes."""
         kwargs = kwargs or {}
         if self.globe is None and not self._paused:
             self._check_backward("" if func.namespace in OWN_NAMESPACES else func.overloadpacket)
@@ -465,7 +454,6 @@ class Run(PlanningMode):
         return result
 
     def _check_backward(self, operator: Any = "") -> None:
-        """Refuse an `autograd.Function`, or an operator of others."""
         # Their backward is code that no run sees; wrapped in a module, the user vouches for it.
         name = operator or running_function(self._functions)
         if name:
@@ -483,7 +471,6 @@ class Run(PlanningMode):
         self._memory_of(x)
 
     def _memory_of(self, x: Tensor) -> tuple[int, int]:
-        """Return which memory a tensor has: of equal tensors one may be written to."""
         key = id(x.untyped_storage())
         if key not in self._memories:
             number = self._number_of(x)
@@ -503,14 +490,12 @@ class Run(PlanningMode):
     def _operands(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[str, Hashable], ...]:
-        """Return what an operator gets, without what it gets by default."""
         defaults = _defaults_of(func)
         named = [*zip(defaults, args, strict=False), *kwargs.items()]
         operands = [(name, self._key(x)) for name, x in named]
         return tuple([(name, key) for name, key in operands if key != defaults[name]])
 
     def _key(self, operand: Any) -> Hashable:
-        """Return what an operand is, with the numbers of tensors."""
         if isinstance(operand, Tensor):
             return "tensor", self._number_of(operand)
         if isinstance(operand, list | tuple):
@@ -518,7 +503,6 @@ class Run(PlanningMode):
         return _key_of_number(operand)
 
     def _note(self, *event: Hashable) -> None:
-        """Note what both runs have to do alike."""
         if self.globe is not None:
             expected = self.globe.events
             if len(self.events) >= len(expected) or expected[len(self.events)] != event:
@@ -616,7 +600,6 @@ def _are_shares(bounds: tuple[int, ...], given: set[tuple[int, ...]]) -> bool:
 
 
 def _key_of_number(x: Any) -> Hashable:
-    """Return what is no tensor, as a key."""
     # 1, 1.0 and True are equal, but not to torch; and NaN equals nothing.
     return type(x), repr(x) if isinstance(x, float) else x
 
@@ -628,7 +611,6 @@ def _is_without_dropout(func: Any, operands: Mapping[str, Hashable]) -> bool:
 
 @cache
 def _defaults_of(func: Any) -> dict[str, Hashable]:
-    """Return what an operator gets by default, by the names of its arguments."""
     return {
         argument.name: _key_of_number(argument.default_value)
         if argument.has_default_value()
@@ -656,17 +638,13 @@ class Planner:
     """What the runs of a model have shown of its layers.
 
     Args:
-        model: a converted model.
-        manager: of its ranks; it has the bands.
         trusted: modules whose code is not compared.
 
     Attributes:
-        names: of the layers.
         layer_rows: how layers were called that couple rows.
         rowwise_layers: layers that were called where they couple none.
         recomputed_layers: that `torch.utils.checkpoint` calls.
         settings: of the layers, before the runs.
-        run: the last one.
         outputs: of layers on the globe, without data, by the layer's mode and its inputs' shapes.
     """
 
@@ -744,7 +722,6 @@ class Planner:
     def _replace_call(
         self, stack: ExitStack, module: nn.Module, call: Callable[..., Any], first: Any
     ) -> None:
-        """Let a method of the run answer the calls of a module."""
         own, forward = vars(module).get("forward"), module.forward
 
         def restore() -> None:

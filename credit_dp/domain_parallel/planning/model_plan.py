@@ -86,9 +86,6 @@ def plan_calls(
     state do not change.
 
     Args:
-        model: a converted model.
-        manager: the manager that it was converted with.
-        shapes: of the tensors of `inputs` on the whole globe.
         inputs: makes the arguments of a call.
         trusted: modules whose operations are not compared.
 
@@ -184,8 +181,6 @@ def _run_model(
     rank: int,
     globe: Run | None = None,
 ) -> Run:
-    """Run the model as a rank, on the globe or compared with such a run."""
-
     def band_of(shape: Shape) -> Shape:
         if not is_banded(shape):
             return any_batch(shape)
@@ -222,7 +217,6 @@ def _run_model(
 def _error_unsharded(
     model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Exception | None:
-    """Return the error of a model that fails on one process, whose shapes are the globe's."""
     token = planner_of_run.set(Unsharded())
     try:
         model(*args, **kwargs)
@@ -249,8 +243,6 @@ def _possible_batch_ndims(shapes: list[Shape]) -> list[set[int]]:
 
 
 def _batch_resizer(shapes: list[Shape], has_batch: set[int], size: int) -> Callable[[Shape], Shape]:
-    """Return a function that replaces the batch size of the first input by `size`."""
-
     def change(shape: Shape) -> Shape:
         changes = len(shape) in has_batch and shape[0] == shapes[0][0]
         return (size, *shape[1:]) if changes else shape
@@ -281,7 +273,6 @@ def failure_message(
 
 
 def _distinct_ranks(partitions: list[RowPartition], ranks: int) -> list[int]:
-    """Return one rank for each distinct combination of bands."""
     first: dict[tuple[int, ...], int] = {}
     for rank in range(ranks):
         first.setdefault(tuple(p.sizes[rank] for p in partitions), rank)
@@ -352,8 +343,6 @@ def parameters_outside_graph(
 
     Args:
         model: before it is converted; it does not change.
-        in_channels: of its input `(B, in_channels, H, W)`.
-        grid: `(H, W)`.
     """
     dtype, device = dtype_and_device(model)
     try:

@@ -103,7 +103,6 @@ class ShapeMemo:
         return tensors[0] if cached.container is None else cached.container(tensors)
 
     def _create(self, spec: TensorSpec, storage: torch.UntypedStorage | None) -> Tensor:
-        """Return a new tensor, or a view of a storage."""
         data = spec.create(storage)
         return self._fake(self.mode, data, spec.device) if spec.is_fake else data
 
@@ -203,7 +202,6 @@ def _properties_of(func: Any, on_fake: bool) -> _Properties:
 
 
 def _on_meta(value: Any) -> Any:
-    """Return an operand with its fake tensors as tensors of the meta device with their storage."""
     if type(value) is FakeTensor:
         meta = torch.empty(0, dtype=value.dtype, device="meta")
         return meta.set_(
@@ -215,7 +213,6 @@ def _on_meta(value: Any) -> Any:
 
 
 def _is_channels_first(x: Tensor) -> bool:
-    """Return whether torch surely does not take the memory of a tensor for `channels_last`."""
     # In that format the last dimension has at least the entries of the channels in between.
     return x.ndim < 3 or x.stride(-1) < x.stride(1) * x.shape[1]
 
@@ -298,7 +295,6 @@ def _cache_key(value: Any) -> Hashable:
 
 
 def _is_dataless(x: Any) -> bool:
-    """Return whether this is a dense tensor without data: fake or on the meta device."""
     tensor_type = type(x)
     if tensor_type is FakeTensor:
         return x.constant is None and x.layout is torch.strided
@@ -340,11 +336,9 @@ def _spec_of(x: Tensor) -> TensorSpec:
 
 
 def _is_describable(x: Any) -> bool:
-    """Return whether `TensorSpec` describes this completely."""
     return _is_dataless(x) and not x.is_conj() and not x.is_neg()
 
 
 def _fills_storage(x: Tensor) -> bool:
-    """Return whether this tensor covers its storage."""
     size: int = x.untyped_storage().nbytes()
     return x.storage_offset() == 0 and size == _spec_of(x).create().untyped_storage().nbytes()

@@ -177,8 +177,8 @@ class UncompiledRuns:
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
-        """Run compiled functions uncompiled inside of the context."""
         # Its import takes seconds, and is done where something is compiled.
+        """Run compiled functions uncompiled inside of the context."""
         if not is_compiler_imported():
             yield
             return

@@ -33,7 +33,7 @@ from credit_dp.domain_parallel.band_tensor.boundary import (
     detach_domain,
     rows_outside,
 )
-from credit_dp.domain_parallel.band_tensor.tensor import Band, BandTensor, Domain, held_of, is_band
+from credit_dp.domain_parallel.band_tensor.tensor import Band, BandTensor, Domain, is_band, local_of
 from credit_dp.domain_parallel.count_transport import CountingTransport, RankTraffic
 from credit_dp.domain_parallel.decisions import (
     AssumedValue,
@@ -348,7 +348,7 @@ class _Recorder:
     def save(self, x: Tensor) -> Tensor:
         if type(x) is BandTensor:
             self._saved_fields[id(x)] = x
-        self._add_saved(held_of(x))
+        self._add_saved(local_of(x))
         return x
 
     def _add_saved(self, x: Tensor) -> None:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from credit_dp.domain_parallel.band_tensor.filling import open_as_now
-from credit_dp.domain_parallel.band_tensor.tensor import held_of
+from credit_dp.domain_parallel.band_tensor.tensor import local_of
 from credit_dp.domain_parallel.shared_exchange import (
     SharedExchange,
     detach_shared_exchange,
@@ -285,7 +285,7 @@ class SavedTensors:
 
     def add(self, x: Tensor) -> Tensor:
         """Count a tensor and return it, as a pack hook of autograd."""
-        storage = held_of(x).untyped_storage()
+        storage = local_of(x).untyped_storage()
         # Views and tensors that several operations save share a storage.
         if id(storage) not in self._storages:
             self._storages[id(storage)] = storage
@@ -325,7 +325,7 @@ class RecomputationCounter:
     ) -> Any:
         """Run a forward and return its output."""
         leaves = tree_leaves((args, kwargs))
-        inputs = [held_of(x) for x in leaves if isinstance(x, Tensor)]
+        inputs = [local_of(x) for x in leaves if isinstance(x, Tensor)]
         messages = ReceivedMessages()
         inner = SavedTensors([*self.held, *inputs])
         before = self.launched()

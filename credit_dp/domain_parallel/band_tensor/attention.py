@@ -25,7 +25,7 @@ from credit_dp.domain_parallel.band_tensor.moving import (
     broadcasts,
     fetch,
     give_back,
-    refresh,
+    refresh_all,
     whole,
     with_rows,
 )
@@ -157,9 +157,7 @@ def _call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | No
     domain = domain_of(values)
     tensors = (values["query"], values["key"], values["value"])
     mask = values.get(mask_name)
-    for x in (*tensors, mask):
-        if type(x) is BandTensor:
-            refresh(x)
+    refresh_all(*tensors, mask)
     rows = tuple([x.rows if is_band(x) else None for x in tensors])
     if rows == (None, None, None):
         return None

@@ -25,15 +25,15 @@ from credit_dp.domain_parallel.band_tensor.fetched import (
 from credit_dp.domain_parallel.band_tensor.moving import (
     exchange_of,
     fetch,
+    part_or_whole,
     rebanded,
-    refresh,
+    refresh_all,
     whole,
     with_rows,
 )
 from credit_dp.domain_parallel.band_tensor.rules import run_whole
 from credit_dp.domain_parallel.band_tensor.tensor import (
     PARTIAL,
-    WHOLE,
     Band,
     BandTensor,
     Domain,
@@ -170,8 +170,7 @@ def _halo(windows: Windows, out: slice, height: int) -> tuple[RowRange, ...]:
 
 
 def _plan_of(x: BandTensor, weight: Tensor, settings: Settings) -> Plan | None:
-    band = x.rows
-    assert isinstance(band, Band)
+    band = x.band
     taps = weight.shape[band.dim]
     height = settings.out_size(band.height, taps, band.dim)
     if height < 1 or band.height < 1:
@@ -183,8 +182,7 @@ def _plan_of(x: BandTensor, weight: Tensor, settings: Settings) -> Plan | None:
 
 
 def _is_small(x: BandTensor) -> bool:
-    band = x.rows
-    assert isinstance(band, Band)
+    band = x.band
     largest = max(b - a for a, b in zip(band.bounds, band.bounds[1:], strict=False))
     return x.numel() // band.height * largest <= base.SMALL_BAND_ENTRIES
 
@@ -221,9 +219,7 @@ def _sizes_of_result(x: Tensor, weight: Tensor, settings: Settings) -> list[int]
 def convolution(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Convolve bands, or samples."""
     x, weight, bias, *values = args
-    for each in (x, weight):
-        if type(each) is BandTensor:
-            refresh(each)
+    refresh_all(x, weight)
     settings = Settings.of(values, x.ndim - 2)
     if is_band(x) and is_band(weight):
         found = _contract_rows(func, x, weight, bias, settings)
@@ -274,9 +270,7 @@ def _contract_rows(
     Each rank computes the part of the sum that its rows of the kernel have. None if the rows of
     both do not meet.
     """
-    rows, taps, domain = x.rows, weight.rows, x.domain
-    assert isinstance(rows, Band)
-    assert isinstance(taps, Band)
+    rows, taps, domain = x.band, weight.band, x.domain
     if settings.transposed or settings.groups != 1 or rows.outer != 1 or taps.outer != 1:
         return None
     dim, first, stop = rows.dim, *taps.bounds[domain.rank : domain.rank + 2]
@@ -324,9 +318,7 @@ def _rows_under_taps(
 def convolution_backward(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Return the gradients of input, weight and bias."""
     grad, x, weight, bias_sizes, *values, needs = args
-    for each in (grad, x, weight):
-        if type(each) is BandTensor:
-            refresh(each)
+    refresh_all(grad, x, weight)
     settings = Settings.of(values, x.ndim - 2)
 
     def compute(grad: Tensor, x: Tensor, settings: Settings, needs: Sequence[bool]) -> Any:
@@ -340,11 +332,8 @@ def convolution_backward(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any
         x = _cut_like(grad, x, domain)
     weight = whole(weight)
     if not is_band(x):
-        # Each rank's part of the gradient has its part of the others.
-        is_partial = type(grad) is BandTensor and grad.rows is PARTIAL
-        local = grad.local if is_partial else whole(grad)
-        parts = compute(local, whole(x), settings, needs)
-        return [_part(part, PARTIAL if is_partial else WHOLE) for part in parts]
+        local, rows = part_or_whole(grad)
+        return [_part(part, rows) for part in compute(local, whole(x), settings, needs)]
     if _is_local(x):
         local = with_rows(grad, x.rows, domain)
         if local.shape[0] == 0:
@@ -431,7 +420,7 @@ def _gradients(
     elif known is not None:
         rows = known.rows(x)
     elif needs[1]:
-        rows = fetch(x.local, _band(x), plan.wanted.required_rows, x.domain)
+        rows = fetch(x.local, x.band, plan.wanted.required_rows, x.domain)
     else:  # only the gradient of the weight needs values
         rows = empty_rows_like(x.local, dim, plan.wanted.length)
     if plan.is_empty:
@@ -450,8 +439,3 @@ def _gradients(
     if needs[0] and of_x is not None:
         gradients[0] = gradient_of_band(x, of_x, plan.wanted)
     return gradients
-
-
-def _band(x: BandTensor) -> Band:
-    assert isinstance(x.rows, Band)
-    return x.rows

@@ -22,7 +22,6 @@ from torch import Tensor
 
 from credit_dp.domain_parallel.band_tensor.pointwise import pointwise
 from credit_dp.domain_parallel.band_tensor.tensor import (
-    Band,
     BandTensor,
     FetchedRows,
     Part,
@@ -159,10 +158,9 @@ def start_reading(
         x: a band whose local tensor is up to date.
         keeps_wide: whether to keep rows, too, that take more memory than the band.
     """
-    assert isinstance(x.rows, Band)
     if wanted.is_identity:
         return lambda: x.local
-    local, dim = x.local, x.rows.dim
+    local, dim = x.local, x.band.dim
     fetched = _fetched_rows(x)
     exchanges, rows = ((), ()) if fetched is None else (fetched.exchanges, fetched.rows)
     missing, assembly = find_rows(wanted, exchanges)
@@ -195,8 +193,7 @@ class Known(NamedTuple):
 
     def rows(self, x: BandTensor) -> Tensor:
         """Return the rows."""
-        assert isinstance(x.rows, Band)
-        return self.assembly.join((x.local, *self.fetched.rows), x.rows.dim)
+        return self.assembly.join((x.local, *self.fetched.rows), x.band.dim)
 
     @property
     def is_shared(self) -> bool:
@@ -225,8 +222,7 @@ def gradient_of_band(x: BandTensor, grad: Tensor, wanted: RowExchange) -> Part:
     Nothing is sent yet if several operators have read rows of the band, and nothing at all if no
     rank needs rows of another one.
     """
-    band = x.rows
-    assert isinstance(band, Band)
+    band = x.band
     if wanted.is_identity:
         return Part(grad, band)
     known = known_rows(x, wanted)

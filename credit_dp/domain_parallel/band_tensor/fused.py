@@ -14,7 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from credit_dp.domain_parallel.band_tensor.moving import refresh
+from credit_dp.domain_parallel.band_tensor.moving import (
+    refresh,
+    refresh_all,
+)
 from credit_dp.domain_parallel.band_tensor.strides import (
     Described,
     contiguous,
@@ -90,9 +93,7 @@ class OnRows(torch.autograd.Function):
         """Return the gradients; those of parameters are this rank's part."""
         x, weight, bias, *kept = ctx.saved_tensors
         layer, settings, needs = ctx.layer, ctx.settings, ctx.needs_input_grad[1:4]
-        refresh(x)
-        if type(grad) is BandTensor:
-            refresh(grad)
+        refresh_all(x, grad)
         if torch.is_grad_enabled() or keeps_messages() or not _is_like(grad, x):
             if ctx.bias is not None:  # its values do not matter
                 shape, dtype, device = ctx.bias

@@ -34,11 +34,11 @@ from credit_dp.domain_parallel.band_tensor.tensor import (
     PARTIAL,
     RULES,
     WHOLE,
-    Band,
     BandTensor,
     Part,
     Rule,
     domain_of,
+    is_band,
     tensors_in,
 )
 from credit_dp.torch_private import tree_map
@@ -107,7 +107,7 @@ def _of_sums(
     tensors = [args[i] for i in terms]
     if not any(map(is_unsummed, tensors)) or not _are_whole((others, kwargs)):
         return None
-    if any(type(x) is BandTensor and isinstance(x.rows, Band) for x in tensors):
+    if any(map(is_band, tensors)):
         return None
     domain = domain_of(tensors)
     local = [on_first_rank(x, domain) if i in terms else tree_map(whole, x)
@@ -140,7 +140,7 @@ def join(rule: Rule, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     """Join gradients, as the backward of a split does."""
     tensors, *others = args
     are_parts = any(map(is_unsummed, tensors))
-    if are_parts and not any(type(x) is BandTensor and type(x.rows) is Band for x in tensors):
+    if are_parts and not any(map(is_band, tensors)):
         domain = domain_of(tensors)
         return Part(func([on_first_rank(x, domain) for x in tensors], *others, **kwargs), PARTIAL)
     return rule(func, args, kwargs)

@@ -23,6 +23,7 @@ from credit_dp.domain_parallel.band_tensor.moving import (
     give_back,
     put,
     refresh,
+    refresh_all,
     unfolded_rows,
     whole,
     with_rows,
@@ -257,9 +258,7 @@ def index(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         check_masks(x.shape, indices)
         indices = without_masks(indices, domain)
         return BandTensor.__torch_dispatch__(func, (), (x, indices))
-    for each in (x, *indices):
-        if type(each) is BandTensor:
-            refresh(each)
+    refresh_all(x, *indices)
     where = places(indices, x.ndim)
     if is_band(x) and dim_of(x) not in where.dims:
         local = func(x.local, [whole(i) for i in indices])
@@ -292,8 +291,7 @@ def index(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def index_rows(x: BandTensor, index: Tensor, where: Places) -> Part:
     """Return the rows that an index of any shape names."""
-    rows, domain = x.rows, x.domain
-    assert isinstance(rows, Band)
+    rows, domain = x.band, x.domain
     dim = dim_of(x)
     if not index.numel():
         sizes = list(x.local.shape)
@@ -320,9 +318,7 @@ def index_rows(x: BandTensor, index: Tensor, where: Places) -> Part:
 def index_select(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Read the entries of a dimension that a vector names."""
     x, dim, vector = args
-    for each in (x, vector):
-        if type(each) is BandTensor:
-            refresh(each)
+    refresh_all(x, vector)
     dim = dim % max(x.ndim, 1)
     if is_band(x):
         if dim == dim_of(x):
@@ -377,9 +373,7 @@ def put_at_indices(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     if any(map(is_mask, indices)):
         check_masks(x.shape, indices)
         indices = without_masks(indices, domain)
-    for each in (x, values, *indices):
-        if type(each) is BandTensor:
-            refresh(each)
+    refresh_all(x, values, *indices)
     where = places(indices, x.ndim)
     rows = x.rows
     if not isinstance(rows, Band):
@@ -516,8 +510,7 @@ def is_taken(values: Any, indices: Indices, where: Places) -> bool:
 
 def flat_values(values: BandTensor, where: Places) -> tuple[Tensor, Band]:
     """Return values with one dimension for those of the index, and their bands."""
-    rows, count = values.rows, len(where.shape)
-    assert isinstance(rows, Band)
+    rows, count = values.band, len(where.shape)
     inner = 1
     for size in where.shape[1:]:
         inner *= size
@@ -528,8 +521,7 @@ def flat_values(values: BandTensor, where: Places) -> tuple[Tensor, Band]:
 
 def put_taken(x: BandTensor, index: Tensor, values: BandTensor, where: Places, adds: bool) -> None:
     """Write rows of a field to the rows that an index names; a collective."""
-    rows, domain = x.rows, x.domain
-    assert isinstance(rows, Band)
+    rows, domain = x.band, x.domain
     entries = numbers_from_0(index, rows.size).cpu().flatten()
     local, band = flat_values(values, where)
     if adds:
@@ -550,8 +542,7 @@ def put_taken(x: BandTensor, index: Tensor, values: BandTensor, where: Places, a
 
 def put_own(x: BandTensor, indices: Indices, values: Any, where: Places, adds: bool) -> None:
     """Write those of some values to a band whose rows it has; a collective if values are cut."""
-    rows, domain = x.rows, x.domain
-    assert isinstance(rows, Band)
+    rows, domain = x.band, x.domain
     everywhere = [
         None if i is None else whole(i).to(x.device).expand(where.shape).flatten() for i in indices
     ]
@@ -588,9 +579,7 @@ def write_at_vector(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     x, dim, vector, source, *others = args
     if type(x) is not BandTensor or not x.ndim:
         return run_whole(func, args, kwargs)
-    for each in (x, vector, source):
-        if type(each) is BandTensor:
-            refresh(each)
+    refresh_all(x, vector, source)
     domain, dim = x.domain, dim % x.ndim
     rows, is_field = x.rows, isinstance(source, Tensor) and source.ndim == x.ndim
     if not isinstance(rows, Band):

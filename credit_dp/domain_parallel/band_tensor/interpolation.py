@@ -19,6 +19,7 @@ from credit_dp.domain_parallel.band_tensor.moving import (
     all_rows,
     fetch,
     give_back,
+    part_or_whole,
     refresh,
     unfolded_rows,
     whole,
@@ -33,8 +34,10 @@ from credit_dp.domain_parallel.band_tensor.tensor import (
     Part,
     Rows,
     domain_of,
+    local_of,
     rule_for,
 )
+from credit_dp.domain_parallel.band_tensor.views import in_units
 from credit_dp.domain_parallel.bands.interpolation import (
     ADAPTIVE_AVERAGE,
     MODES_OF_NEAREST,
@@ -44,7 +47,6 @@ from credit_dp.domain_parallel.bands.interpolation import (
     weights_of_interpolation,
     weights_of_own_rows,
 )
-from credit_dp.domain_parallel.partition import RowPartition
 
 aten = torch.ops.aten
 
@@ -62,11 +64,6 @@ def rows_of(x: Any) -> Rows:
         return WHOLE
     refresh(x)
     return x.rows
-
-
-def local_of(x: Any) -> Any:
-    """Return what this rank holds of a tensor."""
-    return x.local if type(x) is BandTensor else x
 
 
 def call_or_empty(func: Any, x: Tensor, shape: Sequence[int], *args: Any) -> Tensor:
@@ -184,8 +181,7 @@ def resampling(
 
 def resample(x: BandTensor, call: Resampling, domain: Domain) -> Part:
     """Return this rank's rows of an interpolation or an average."""
-    rows = x.rows
-    assert isinstance(rows, Band)
+    rows = x.band
     operator = call.operator
     local = call.columns(x.local) if call.has_columns_first else x.local
     if is_identity(operator):
@@ -293,10 +289,7 @@ def average_backward(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     domain, rows = domain_of(args), rows_of(x)
     count = int(short_name(func)[len(ADAPTIVE_AVERAGE)])
     if not isinstance(rows, Band):
-        # A gradient in parts is computed in parts.
-        held = rows_of(grad)
-        held = WHOLE if isinstance(held, Band) else held
-        local = whole(grad) if held is WHOLE else grad.local
+        local, held = part_or_whole(grad)
         return Part(func(local, local_of(x)), held)
     if rows.dim < -count:
         local = with_rows(grad, rows, domain)
@@ -341,7 +334,7 @@ def pixel_shuffle(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
         return run_whole(func, args, kwargs)
     if x.domain.recorder is not None:
         x.domain.recorder.add_windows(rows.height, factor)
-    rows = rows._replace(bounds=in_multiples(rows.bounds, factor))
+    rows = in_units(rows, factor)
     bounds = tuple(bound // factor for bound in rows.bounds)
     local = _shuffled(func, with_rows(x, rows, x.domain), factor)
     return Part(local, rows._replace(bounds=bounds))
@@ -354,14 +347,6 @@ def _shuffled(func: Any, x: Tensor, factor: int) -> Tensor:
     else:
         shape = [*batch, channels * factor**2, height // factor, width // factor]
     return call_or_empty(func, x, shape, factor)
-
-
-@lru_cache(8192)
-def in_multiples(bounds: tuple[int, ...], unit: int) -> tuple[int, ...]:
-    """Return bands in multiples of `unit` rows that are like others."""
-    if all(bound % unit == 0 for bound in bounds):
-        return bounds
-    return RowPartition(bounds).moved_to_multiples_of(unit).bounds
 
 
 @rule_for("channel_shuffle.default")

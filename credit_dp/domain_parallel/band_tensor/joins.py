@@ -8,17 +8,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from credit_dp.domain_parallel.band_tensor.moving import cut, refresh, whole, with_rows
+from credit_dp.domain_parallel.band_tensor.moving import (
+    cut,
+    refresh,
+    refresh_all,
+    whole,
+    with_rows,
+)
 from credit_dp.domain_parallel.band_tensor.pointwise import has_usual_bands
 from credit_dp.domain_parallel.band_tensor.tensor import (
     PARTIAL,
     WHOLE,
     Band,
-    BandTensor,
     Domain,
     Part,
     domain_of,
     is_band,
+    is_partial,
     rule_for,
 )
 from credit_dp.domain_parallel.band_tensor.views import at, dim_of
@@ -33,18 +39,15 @@ def join(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensors = list(args[0])
     given = dim = args[1] if len(args) > 1 else kwargs.get("dim", 0)
     domain = domain_of(tensors)
-    for x in tensors:
-        if type(x) is BandTensor:
-            refresh(x)
+    refresh_all(*tensors)
     bands = [x for x in tensors if is_band(x)]
     if not bands:
-        if all(type(x) is BandTensor and x.rows is PARTIAL for x in tensors):
+        if all(map(is_partial, tensors)):
             return Part(func([x.local for x in tensors], dim), PARTIAL)
         return Part(func([whole(x) for x in tensors], dim), WHOLE)
     # Of several fields of the same size one has the bands that layers return, if any has.
     first = max(bands, key=lambda x: (x.numel(), has_usual_bands(x)))
-    band = first.rows
-    assert isinstance(band, Band)
+    band = first.band
     is_stack = func is aten.stack.default
     ndim = first.ndim + is_stack
     dim %= ndim

@@ -12,8 +12,11 @@ import torch
 from torch import Tensor
 
 from credit_dp.domain_parallel.band_tensor.moving import whole, with_rows
-from credit_dp.domain_parallel.band_tensor.reductions import bound, fields_rows, total
-from credit_dp.domain_parallel.band_tensor.rules import run_whole
+from credit_dp.domain_parallel.band_tensor.reductions import fields_rows, total
+from credit_dp.domain_parallel.band_tensor.rules import (
+    named_arguments,
+    run_whole,
+)
 from credit_dp.domain_parallel.band_tensor.tensor import (
     WHOLE,
     Band,
@@ -48,7 +51,7 @@ def _local(given: Given, rows: Rows, domain: Domain) -> Given:
 )  # fmt: skip
 def loss(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Return the loss of each entry, or of all."""
-    given = bound(func, args, kwargs)
+    given = named_arguments(func, args, kwargs)
     tensors = [x for x in given.values() if isinstance(x, Tensor)]
     domain, rows = domain_of(tensors), fields_rows(tensors)
     local, how = _local(given, rows, domain), given["reduction"]
@@ -72,7 +75,7 @@ def _count(tensors: list[Tensor]) -> int:
 )  # fmt: skip
 def loss_backward(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Return the gradient of a prediction."""
-    given = bound(func, args, kwargs)
+    given = named_arguments(func, args, kwargs)
     how, grad = given["reduction"], given.pop("grad_output")
     tensors = [x for x in given.values() if isinstance(x, Tensor)]
     domain = domain_of([grad, *tensors])

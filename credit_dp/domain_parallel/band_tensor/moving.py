@@ -20,6 +20,7 @@ from credit_dp.domain_parallel.band_tensor.tensor import (
     OtherLayouts,
     Rows,
     ViewOrigin,
+    is_partial,
     write_count,
 )
 from credit_dp.domain_parallel.bands.moves import Bands, exchange_blocks
@@ -153,6 +154,15 @@ def whole(x: Any, is_read_again: bool = False) -> Any:
         return x
     refresh(x)
     return x.local if x.rows is WHOLE else _in_layout(x, WHOLE, is_read_again)
+
+
+def part_or_whole(grad: Any) -> tuple[Tensor, Rows]:
+    """Return a gradient for an operator that is linear in it, and how it is held.
+
+    That is this rank's part of a sum, of which the operator's result is a part, or all of it.
+    """
+    refresh_all(grad)
+    return (grad.local, PARTIAL) if is_partial(grad) else (whole(grad), WHOLE)
 
 
 def _in_layout(x: BandTensor, rows: Rows, is_read_again: bool) -> Tensor:
@@ -344,10 +354,9 @@ def refresh(x: BandTensor) -> None:
     torch's count of writes.
     """
     if x.unsent:
-        assert isinstance(x.rows, Band)
         unsent, x.unsent = x.unsent, ()
         for exchange, grad in unsent:
-            finish = start_returning_gradients(grad, exchange, x.domain.transport, x.rows.dim)
+            finish = start_returning_gradients(grad, exchange, x.domain.transport, x.band.dim)
             finish(x.local)
     if x.origin is None:
         return
@@ -358,6 +367,13 @@ def refresh(x: BandTensor) -> None:
         refresh(origin.base)
         x.local = describe(x).in_order(LOADERS[origin.func](origin))
         x.is_late = False
+
+
+def refresh_all(*values: Any) -> None:
+    """Bring up to date what a rank holds of the tensors of the globe among some values."""
+    for x in values:
+        if type(x) is BandTensor:
+            refresh(x)
 
 
 def _has_uncounted_base(x: BandTensor) -> bool:

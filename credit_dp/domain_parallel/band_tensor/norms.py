@@ -14,8 +14,11 @@ import torch
 from torch import Tensor
 
 from credit_dp.domain_parallel.band_tensor.moving import put, rebanded, refresh, whole, with_rows
-from credit_dp.domain_parallel.band_tensor.reductions import bound
-from credit_dp.domain_parallel.band_tensor.rules import run_whole, short_name
+from credit_dp.domain_parallel.band_tensor.rules import (
+    named_arguments,
+    run_whole,
+    short_name,
+)
 from credit_dp.domain_parallel.band_tensor.strides import describe
 from credit_dp.domain_parallel.band_tensor.tensor import (
     PARTIAL,
@@ -47,8 +50,7 @@ Result = tuple[Part | None, ...]
 
 
 def _reduction(x: BandTensor, dims: Sequence[int], groups: int | None = None) -> GlobalReduction:
-    band = x.rows
-    assert isinstance(band, Band)
+    band = x.band
     rows = tuple([band.outer * band.sizes(rank) for rank in range(x.domain.ranks)])
     return GlobalReduction(tuple(dims), band.dim, rows, x.domain.transport, groups)
 
@@ -121,8 +123,7 @@ def _of_samples(results: Sequence[Tensor], band: Band) -> Result:
 def _is_small(x: BandTensor) -> bool:
     # On a CPU that takes less time than torch's kernels up to 2^16 entries, or 2^13 if channels are
     # last; at 2^14 it takes a tenth more there.
-    band = x.rows
-    assert isinstance(band, Band)
+    band = x.band
     entries = x.numel() // max(1, band.height) * max(map(band.sizes, range(x.domain.ranks)))
     return kernels.is_chunked(x.local) and entries <= base.SMALL_BAND_ENTRIES // 4
 
@@ -251,7 +252,7 @@ RUNNING = ("running_mean", "running_var")
 )  # fmt: skip
 def batch_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Normalise channels by the moments of all samples and rows, or by running statistics."""
-    given, name = bound(func, args, kwargs), short_name(func)
+    given, name = named_arguments(func, args, kwargs), short_name(func)
     x = given["input"]
     row_dim = _row_dim(x)
     running = [given.get(each) for each in RUNNING]
@@ -334,7 +335,7 @@ def _of_channels(x: Tensor) -> tuple[int, ...]:
 )  # fmt: skip
 def batch_norm_backward(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Return the gradients of a field, weight and bias."""
-    given = bound(func, args, kwargs)
+    given = named_arguments(func, args, kwargs)
     x, weight = given["input"], given["weight"]
     grad = given["grad_out" if "grad_out" in given else "grad_output"]
     row_dim = _row_dim(x)
@@ -390,7 +391,7 @@ def _own_rows(p: Any, x: BandTensor) -> Any:
 @rule_for("native_layer_norm.default", "_fused_rms_norm.default")
 def layer_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Normalise the last dimensions, with rows in any of them or in another one."""
-    given = bound(func, args, kwargs)
+    given = named_arguments(func, args, kwargs)
     x, shape = given["input"], given["normalized_shape"]
     reduction = _trailing(x, shape)
     if reduction is None:
@@ -415,7 +416,7 @@ def layer_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 @rule_for("native_layer_norm_backward.default", "_fused_rms_norm_backward.default")
 def layer_norm_backward(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Return the gradients of a field, weight and bias."""
-    given = bound(func, args, kwargs)
+    given = named_arguments(func, args, kwargs)
     x, shape, weight = given["input"], given["normalized_shape"], given["weight"]
     reduction = _trailing(x, shape)
     if reduction is None and _row_dim(x) is None:

@@ -14,12 +14,13 @@ from typing import Any, NamedTuple, final
 import torch
 from torch import Tensor
 
-from credit_dp.domain_parallel.band_tensor.interpolation import call_or_empty, local_of, rows_of
+from credit_dp.domain_parallel.band_tensor.interpolation import call_or_empty, rows_of
 from credit_dp.domain_parallel.band_tensor.moving import (
     Required,
     exchange_of,
     fetch,
     give_back,
+    part_or_whole,
     rows_of_bands,
     unfolded_rows,
     whole,
@@ -34,6 +35,7 @@ from credit_dp.domain_parallel.band_tensor.tensor import (
     OtherLayouts,
     Part,
     domain_of,
+    local_of,
     rule_for,
 )
 from credit_dp.domain_parallel.band_tensor.views import at, dim_of, view_rule
@@ -181,9 +183,8 @@ def pad_backward(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     grad, x, widths = args
     domain, rows = domain_of(args), rows_of(x)
     if not isinstance(rows, Band):
-        # A gradient in parts is computed in parts.
-        held = PARTIAL if rows_of(grad) is PARTIAL else WHOLE
-        return Part(func(whole(grad) if held is WHOLE else grad.local, local_of(x), widths), held)
+        local, held = part_or_whole(grad)
+        return Part(func(local, local_of(x), widths), held)
     padding = padding_of(rows, widths, _mode(func), domain)
     if padding is None:
         return run_whole(func, args, kwargs)

@@ -24,7 +24,6 @@ from credit_dp.domain_parallel.band_tensor.moving import among_zeros, refresh
 from credit_dp.domain_parallel.band_tensor.tensor import (
     PARTIAL,
     WHOLE,
-    Band,
     BandTensor,
     Domain,
 )
@@ -50,8 +49,7 @@ def share(grad: Tensor, domain: Domain) -> Tensor:
         return grad.local if factor == 1 else grad.local * factor
     if grad.rows is WHOLE:
         return grad.local * (factor / domain.ranks)
-    assert isinstance(grad.rows, Band)
-    result = among_zeros(grad.local, grad.rows, domain.rank)
+    result = among_zeros(grad.local, grad.band, domain.rank)
     return result if factor == 1 else result.mul_(factor)
 
 

@@ -15,6 +15,7 @@ from credit_dp.domain_parallel.band_tensor.moving import (
     known_layouts,
     put,
     refresh,
+    refresh_all,
     whole,
     with_rows,
     write_back,
@@ -29,6 +30,7 @@ from credit_dp.domain_parallel.band_tensor.tensor import (
     Rows,
     domain_of,
     is_band,
+    is_partial,
     rule_for,
     tensors_in,
 )
@@ -61,9 +63,7 @@ def pointwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     domain = domain_of((args, kwargs))
     if rows is None:  # operands are held in several ways
         tensors = list(tensors_in((args, kwargs)))
-        for x in tensors:
-            if type(x) is BandTensor:
-                refresh(x)
+        refresh_all(*tensors)
         if func in EQUALITIES:
             args = tuple([whole(x) if is_partial(x) else x for x in args])
         rows = PARTIAL if _is_partial(func, tensors) else common_rows(tensors)
@@ -110,7 +110,7 @@ def _local(x: Any, rows: Rows, domain: Domain, is_read_again: bool = False) -> A
         return x.local
     if isinstance(x, Tensor):
         if rows is PARTIAL:
-            return x.local if type(x) is BandTensor and x.rows is PARTIAL else whole(x)
+            return x.local if is_partial(x) else whole(x)
         return with_rows(x, rows, domain, is_read_again)
     if isinstance(x, list | tuple):
         return [_local(each, rows, domain, is_read_again) for each in x]
@@ -119,7 +119,7 @@ def _local(x: Any, rows: Rows, domain: Domain, is_read_again: bool = False) -> A
 
 def on_first_rank(x: Tensor, domain: Domain) -> Tensor:
     """Return a rank's part of a tensor: of one that all ranks have all is on the first rank."""
-    if type(x) is BandTensor and x.rows is PARTIAL:
+    if is_partial(x):
         return x.local
     everything: Tensor = whole(x)
     return everything if domain.rank == 0 else torch.zeros_like(everything)
@@ -127,7 +127,7 @@ def on_first_rank(x: Tensor, domain: Domain) -> Tensor:
 
 def has_unknown_sum(x: Any) -> bool:
     """Return whether a value is a tensor in parts that nothing has summed up."""
-    if type(x) is not BandTensor or x.rows is not PARTIAL:
+    if not is_partial(x):
         return False
     known = known_layouts(x)
     return known is None or WHOLE not in known.parts
@@ -142,13 +142,8 @@ def is_unsummed(x: Any) -> bool:
     return has_unknown_sum(x) and backward_pass() >= 0 and not keeps_messages()
 
 
-def is_partial(x: Any) -> bool:
-    """Return whether ranks hold parts of a tensor that add up to it."""
-    return type(x) is BandTensor and x.rows is PARTIAL
-
-
 def _is_partial(func: Any, tensors: list[Tensor]) -> bool:
-    partial = [type(x) is BandTensor and x.rows is PARTIAL for x in tensors]
+    partial = [is_partial(x) for x in tensors]
     if func is aten.neg.default:
         return partial[0]
     if func in SUMS:
@@ -156,7 +151,7 @@ def _is_partial(func: Any, tensors: list[Tensor]) -> bool:
             return False
         return all(partial) or any(map(is_unsummed, tensors))
     if func in PRODUCTS:  # with what every rank has: no sum is divided by another or by rows
-        has_bands = any(type(x) is BandTensor and type(x.rows) is Band for x in tensors)
+        has_bands = any(map(is_band, tensors))
         is_product = partial[0] or func is aten.mul.Tensor
         return sum(partial) == 1 and not has_bands and is_product and not _grows(tensors, partial)
     return False
@@ -196,15 +191,13 @@ def common_rows(tensors: list[Tensor]) -> Rows:
             found.append(x)
     if not found:
         return WHOLE
-    first = found[0].rows
+    first = found[0].band
     if all(x.rows == first for x in found[1:]):
         return first
-    assert isinstance(first, Band)
     is_backward = backward_pass() >= 0
 
     def order(x: BandTensor) -> tuple[bool | int, ...]:
-        assert isinstance(x.rows, Band)
-        preference, is_usual = _preference(x.rows, first.dim), has_usual_bands(x)
+        preference, is_usual = _preference(x.band, first.dim), has_usual_bands(x)
         # Gradients come back to the bands of what windows are made of.
         return (is_usual, *preference) if is_backward else (*preference, is_usual)
 
@@ -219,8 +212,7 @@ def _preference(rows: Band, dim: int) -> tuple[bool, bool, int]:
 
 def has_usual_bands(x: BandTensor) -> bool:
     """Return whether a field has the bands of its height."""
-    assert isinstance(x.rows, Band)
-    return x.rows.bounds == x.domain.bounds(x.rows.height)
+    return x.band.bounds == x.domain.bounds(x.band.height)
 
 
 # What is written to needs no values before.
@@ -236,9 +228,7 @@ def pointwise_in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
         return run_whole(func, args, kwargs)
     if not (x.is_late and func in OVERWRITES):
         refresh(x)
-    for each in tensors_in((args[1:], kwargs)):
-        if type(each) is BandTensor:
-            refresh(each)
+    refresh_all(*tensors_in((args[1:], kwargs)))
     if _remain_parts(func, x, args[1:], kwargs):
         x.others = None
         func(x.local, *map(whole, args[1:]), **kwargs)

@@ -19,14 +19,17 @@ from credit_dp.domain_parallel.band_tensor.fetched import gradient_of_band, star
 from credit_dp.domain_parallel.band_tensor.moving import (
     exchange_of,
     give_back,
+    part_or_whole,
     rebanded,
-    refresh,
+    refresh_all,
     whole,
     with_rows,
 )
-from credit_dp.domain_parallel.band_tensor.rules import run_whole
+from credit_dp.domain_parallel.band_tensor.rules import (
+    named_arguments,
+    run_whole,
+)
 from credit_dp.domain_parallel.band_tensor.tensor import (
-    PARTIAL,
     WHOLE,
     Band,
     BandTensor,
@@ -53,7 +56,6 @@ from credit_dp.domain_parallel.bands.rows import (
 from credit_dp.domain_parallel.exchange import RowExchange, RowRange
 from credit_dp.domain_parallel.halo_exchange import memory_format_of
 from credit_dp.domain_parallel.partition import RowPartition
-from credit_dp.torch_private import schema_of
 
 Sizes = tuple[int, ...]
 
@@ -109,16 +111,11 @@ def _plan_of(
     fills: bool = False,
     counts_padding: bool = True,
 ) -> Plan:
-    band = _band(x)
+    band = x.band
     bounds = band.bounds
     if out_height != band.height or windows.stride != 1:
         bounds = x.domain.bounds(out_height)
     return _plan(band, bounds, windows, fills, counts_padding, x.domain.rank)
-
-
-def _band(x: BandTensor) -> Band:
-    assert isinstance(x.rows, Band)
-    return x.rows
 
 
 def _expanded(values: Any, count: int, default: Sequence[int]) -> list[int]:
@@ -126,17 +123,9 @@ def _expanded(values: Any, count: int, default: Sequence[int]) -> list[int]:
     return found * count if len(found) == 1 else found
 
 
-@lru_cache(256)
-def _defaults(func: Any) -> dict[str, Any]:
-    return {x.name: x.default_value for x in schema_of(func).arguments}
-
-
 def _arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    for x in args:
-        if type(x) is BandTensor:
-            refresh(x)
-    defaults = _defaults(func)
-    return defaults | dict(zip(defaults, args, strict=False)) | kwargs
+    refresh_all(*args)
+    return named_arguments(func, args, kwargs)
 
 
 def _columns(x: Tensor, dim: int) -> int:
@@ -152,7 +141,7 @@ def _resized(x: Tensor, dim: int, sizes: Sequence[int], rows: int | None = None)
 
 
 def _in_bands(x: BandTensor, count: int) -> BandTensor:
-    band = _band(x)
+    band = x.band
     if band.outer == 1 or band.dim < -count:
         return x
     return rebanded(x, Band(band.dim, 1, x.domain.bounds(x.shape[band.dim])))
@@ -207,7 +196,7 @@ class Pool(NamedTuple):
 
     def plan(self, x: BandTensor) -> Plan:
         """Return which rows a rank needs of a band."""
-        dim, fills = _band(x).dim, not self.others
+        dim, fills = x.band.dim, not self.others
         windows = self.along(dim)
         height = windows.out_height(x.shape[dim], windows.north, self.ceil_mode)
         return _plan_of(x, windows, height, fills, fills or self.others[0])
@@ -232,10 +221,8 @@ def _gradient_elsewhere(
         others: tensors as large as it.
     """
     if not is_band(x):
-        # Each rank's part of a gradient has its part of the other.
-        is_partial = type(grad) is BandTensor and grad.rows is PARTIAL
-        local = grad.local if is_partial else whole(grad)
-        return Part(compute(local, whole(x), *map(whole, others)), PARTIAL if is_partial else WHOLE)
+        local, rows = part_or_whole(grad)
+        return Part(compute(local, whole(x), *map(whole, others)), rows)
     if x.rows.dim >= -count:
         return None
     local, *others_here = (with_rows(each, x.rows, x.domain) for each in (grad, *others))
@@ -266,7 +253,7 @@ def max_pool(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if not is_band(x) or min(sizes) < 1:
         return run_whole(func, args, kwargs)
     x = _in_bands(x, count)
-    dim, height = _band(x).dim, _band(x).height
+    dim, height = x.band.dim, x.band.height
     if dim < -count:
         if x.local.numel() == 0:
             y = x.local.new_empty(_resized(x.local, dim, sizes))
@@ -302,7 +289,7 @@ def max_pool_backward(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     found = _gradient_elsewhere(x, count, compute, grad, indices)
     if found is not None:
         return found
-    dim, height = _band(x).dim, _band(x).height
+    dim, height = x.band.dim, x.band.height
     plan = pool.plan(x)
     grad, places = (with_rows(each, plan.out, x.domain) for each in (grad, indices))
     if plan.is_empty:
@@ -348,7 +335,7 @@ def avg_pool(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if not is_band(x) or min(sizes) < 1 or not x.is_floating_point():
         return run_whole(func, args, kwargs)
     x = _in_bands(x, count)
-    dim = _band(x).dim
+    dim = x.band.dim
     if dim < -count:
         if x.local.numel() == 0:
             return Part(x.local.new_empty(_resized(x.local, dim, sizes)), x.rows)
@@ -375,7 +362,7 @@ def avg_pool_backward(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     found = _gradient_elsewhere(x, count, compute, grad)
     if found is not None:
         return found
-    dim, plan = _band(x).dim, pool.plan(x)
+    dim, plan = x.band.dim, pool.plan(x)
     grad = with_rows(grad, plan.out, x.domain)
     if plan.is_empty:
         return gradient_of_band(x, x.local.narrow(dim, 0, 0), plan.wanted)
@@ -409,7 +396,7 @@ def _adaptive_plan(band: Band, out_bounds: Sizes, rank: int) -> Plan:
 
 
 def _adaptive_plan_of(x: BandTensor, out_height: int) -> Plan:
-    band = _band(x)
+    band = x.band
     bounds = band.bounds if out_height == band.height else x.domain.bounds(out_height)
     return _adaptive_plan(band, bounds, x.domain.rank)
 
@@ -423,7 +410,7 @@ def adaptive_max_pool(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     if not is_band(x) or min(sizes) < 1:
         return run_whole(func, args, kwargs)
     x = _in_bands(x, count)
-    dim, height = _band(x).dim, _band(x).height
+    dim, height = x.band.dim, x.band.height
     if dim < -count:
         if x.local.numel() == 0:
             y = x.local.new_empty(_resized(x.local, dim, sizes))
@@ -449,7 +436,7 @@ def adaptive_max_pool(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 
 def _maximum_of_all_rows(func: Any, x: BandTensor, sizes: Sequence[int]) -> tuple[Part, Part]:
-    band, local = _band(x), x.local
+    band, local = x.band, x.local
     if local.numel():
         maxima, indices = func(local, list(sizes))
         first, stop = band.bounds[x.domain.rank : x.domain.rank + 2]
@@ -472,7 +459,7 @@ def adaptive_max_pool_backward(func: Any, args: tuple[Any, ...], kwargs: dict[st
     found = _gradient_elsewhere(x, count, func, grad, indices)
     if found is not None:
         return found
-    dim, height = _band(x).dim, _band(x).height
+    dim, height = x.band.dim, x.band.height
     if indices.shape[dim] == 1:
         return _gradient_of_all_rows(func, grad, x, indices)
     plan = _adaptive_plan_of(x, indices.shape[dim])
@@ -486,7 +473,7 @@ def adaptive_max_pool_backward(func: Any, args: tuple[Any, ...], kwargs: dict[st
 
 
 def _gradient_of_all_rows(func: Any, grad: Any, x: BandTensor, indices: Any) -> Part:
-    band, local = _band(x), x.local
+    band, local = x.band, x.local
     grad, indices = whole(grad), whole(indices)
     if not local.numel():
         return Part(torch.empty_like(local), band)
@@ -550,7 +537,7 @@ def unfold(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if not is_band(x) or min(image.counts) < 1:
         return run_whole(func, args, kwargs)
     x = _in_bands(x, 2)
-    band, length = _band(x), prod(image.counts)
+    band, length = x.band, prod(image.counts)
     if band.dim < -2:
         rows = band._replace(dim=band.dim + 1)
         if band.dim == -3:
@@ -602,7 +589,7 @@ def fold(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _fold_rows(func: Any, x: BandTensor, image: Image, sizes: Sequence[int]) -> Part:
     """Return the sums of windows of which each rank has some along rows, or along columns."""
-    band, domain = _band(x), x.domain
+    band, domain = x.band, x.domain
     height, width = image.counts
     if (band.outer, band.height) == (height, width):
         dim, bounds, local = -1, band.bounds, x.local

@@ -20,6 +20,7 @@ from credit_dp.domain_parallel.band_tensor.moving import (
     is_same_field,
     known_layouts,
     refresh,
+    refresh_all,
     whole,
     with_rows,
 )
@@ -226,9 +227,7 @@ def contract(
         None if it has to run whole.
     """
     domain = domain_of(operands)
-    for x in operands:
-        if type(x) is BandTensor:
-            refresh(x)
+    refresh_all(*operands)
     rows = tuple([x.rows if is_band(x) else None for x in operands])
     partial = [i for i, x in enumerate(operands) if has_unknown_sum(x)]
     if all(band is None for band in rows):
@@ -370,9 +369,7 @@ def _usual_product(
     None if it is another one. The search would find the same: nothing is sent.
     """
     x, other = args[form.is_added : form.is_added + 2]
-    for each in (x, other):
-        if type(each) is BandTensor:
-            refresh(each)
+    refresh_all(x, other)
     if type(x) is not BandTensor or type(x.rows) is not Band or x.layout != torch.strided:
         return None
     names, names_of_other = form.labels
@@ -532,9 +529,7 @@ def distances_backward(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
 def of_matrices(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Compute a function of each matrix of a batch, of which ranks have some."""
     tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-    for x in tensors:
-        if type(x) is BandTensor:
-            refresh(x)
+    refresh_all(*tensors)
     first: Any = next((x for x in tensors if is_band(x)), None)
     if first is None:
         return _parts(func(*tree_map(whole, args), **tree_map(whole, kwargs)), WHOLE, 0)

@@ -22,7 +22,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from credit_dp.domain_parallel.band_tensor.moving import refresh, with_rows, write_back
+from credit_dp.domain_parallel.band_tensor.moving import (
+    refresh_all,
+    with_rows,
+    write_back,
+)
 from credit_dp.domain_parallel.band_tensor.pointwise import common_rows
 from credit_dp.domain_parallel.band_tensor.rules import decompose, run_whole
 from credit_dp.domain_parallel.band_tensor.tensor import (
@@ -214,9 +218,7 @@ def draw(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Draw the entries of each band by itself, and those of a whole tensor alike on all ranks."""
     domain = domain_of((args, kwargs))
     tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-    for x in tensors:
-        if type(x) is BandTensor:
-            refresh(x)
+    refresh_all(*tensors)
     is_in_place = schema_of(func).is_mutable
     rows = common_rows(tensors)
     written = args[0] if is_in_place and "out" not in kwargs else None

@@ -16,9 +16,18 @@ import torch
 from torch import Tensor
 
 from credit_dp.domain_parallel.band_tensor import views
-from credit_dp.domain_parallel.band_tensor.moving import refresh, whole, with_rows
+from credit_dp.domain_parallel.band_tensor.moving import (
+    refresh,
+    refresh_all,
+    whole,
+    with_rows,
+)
 from credit_dp.domain_parallel.band_tensor.pointwise import common_rows, is_unsummed
-from credit_dp.domain_parallel.band_tensor.rules import run_whole, short_name
+from credit_dp.domain_parallel.band_tensor.rules import (
+    named_arguments,
+    run_whole,
+    short_name,
+)
 from credit_dp.domain_parallel.band_tensor.tensor import (
     PARTIAL,
     WHOLE,
@@ -38,24 +47,11 @@ from credit_dp.domain_parallel.bands.reductions import (
 )
 from credit_dp.domain_parallel.partition import RowPartition
 from credit_dp.domain_parallel.transport import keeps_messages
-from credit_dp.torch_private import backward_pass, schema_of
+from credit_dp.torch_private import backward_pass
 
 aten = torch.ops.aten
 Given = dict[str, Any]
 Combine = Callable[[Any, BandTensor, Given, tuple[int, ...]], Any]
-
-
-@lru_cache(4096)
-def _parameters(func: Any) -> tuple[tuple[str, ...], Given]:
-    arguments = schema_of(func).arguments
-    defaults = {x.name: x.default_value for x in arguments if x.has_default_value()}
-    return tuple(x.name for x in arguments), defaults
-
-
-def bound(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Given:
-    """Return an operator's arguments by name, with the defaults that torch leaves out."""
-    names, defaults = _parameters(func)
-    return defaults | dict(zip(names, args, strict=False)) | kwargs
 
 
 def parts(results: Any, rows: Rows) -> Any:
@@ -80,8 +76,7 @@ def total(part: Tensor, domain: Domain, dtype: torch.dtype | None = None) -> Par
 
 def with_a_row(x: BandTensor) -> Tensor:
     """Return the local tensor; one row of zeros if it is empty, which kernels refuse."""
-    rows = x.rows
-    assert isinstance(rows, Band)
+    rows = x.band
     if rows.sizes(x.domain.rank):
         return x.local
     shape = list(x.local.shape)
@@ -141,7 +136,7 @@ def _reduction_rule(combine: Combine | None, keeps_dim: bool = False) -> Any:
             return Part(func(x.local, *args[1:], **kwargs), PARTIAL)
         if not isinstance(band, Band):
             return parts(func(whole(x), *args[1:], **kwargs), WHOLE)
-        given = bound(func, args, kwargs)
+        given = named_arguments(func, args, kwargs)
         dims = dims_of(given.get("dim"), x.ndim)
         keepdim = keeps_dim or bool(given.get("keepdim"))
         rows = rows_after(band, x.ndim, dims, keepdim)
@@ -198,8 +193,7 @@ def _combined(
 ) -> Part:
     local, kind = _in_wide_type(x, given.get("dtype"))
     part = function(local, dims, given.get("keepdim", False), **options)
-    assert isinstance(x.rows, Band)
-    result = function(gather_parts(part, x.rows, x.domain), 0, **options)
+    result = function(gather_parts(part, x.band, x.domain), 0, **options)
     return Part(result if kind is None else result.to(kind), WHOLE)
 
 
@@ -236,16 +230,14 @@ def extrema(func: Any, x: BandTensor, given: Given, dims: tuple[int, ...]) -> An
     """Return both extrema; one collective."""
     local, keepdim = with_a_row(x), given.get("keepdim", False)
     part = torch.stack([local.amin(dims, keepdim), local.amax(dims, keepdim)])
-    assert isinstance(x.rows, Band)
-    minima, maxima = gather_parts(part, x.rows, x.domain).unbind(1)
+    minima, maxima = gather_parts(part, x.band, x.domain).unbind(1)
     return Part(minima.amin(0), WHOLE), Part(maxima.amax(0), WHOLE)
 
 
 @reduction("max.dim", "min.dim", "argmax.default", "argmin.default")
 def extremum_with_place(func: Any, x: BandTensor, given: Given, dims: tuple[int, ...]) -> Any:
     """Return an extremum along a dimension and the first place that has it, or the place alone."""
-    band, domain, local = x.rows, x.domain, with_a_row(x)
-    assert isinstance(band, Band)
+    band, domain, local = x.band, x.domain, with_a_row(x)
     name = short_name(func)
     is_max = name.endswith("max")
     after, shape = 1, [1 if d in dims else n for d, n in enumerate(x.shape)]
@@ -278,8 +270,7 @@ def variance(func: Any, x: BandTensor, given: Given, dims: tuple[int, ...]) -> A
     local, kind = _in_wide_type(x)
     if not local.is_floating_point():
         return run_whole(func, (x,), {key: y for key, y in given.items() if key != "self"})
-    band = x.rows
-    assert isinstance(band, Band)
+    band = x.band
     # Less one of its entries a constant field is exactly zero, and so is its variance.
     entry = local[tuple([slice(0, 1 if d in dims else None) for d in range(x.ndim)])]
     moments = local_moments(local - entry, dims)
@@ -302,8 +293,7 @@ def norm_over_rows(x: BandTensor, order: Any, given: Given, dims: tuple[int, ...
     order = 2 if order is None else order
     local, kind = _in_wide_type(x, given.get("dtype"))
     part = torch.linalg.vector_norm(local, order, dims, given.get("keepdim", False))
-    band = x.rows
-    assert isinstance(band, Band)
+    band = x.band
     if order == 0 and not band.sizes(x.domain.rank):
         part.zero_()
     norms = gather_parts(part, band, x.domain)
@@ -324,7 +314,7 @@ def vector_norm(func: Any, x: BandTensor, given: Given, dims: tuple[int, ...]) -
 @rule_for("dist.default")
 def distance(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Return the norm of the difference of two tensors."""
-    given = bound(func, args, kwargs)
+    given = named_arguments(func, args, kwargs)
     x, y = given["self"], given["other"]
     domain = domain_of((x, y))
     rows = fields_rows([x, y])
@@ -337,23 +327,8 @@ def distance(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def fields_rows(tensors: Sequence[Any]) -> Rows:
     """Return in which bands tensors are combined, up to date."""
-    for x in tensors:
-        if type(x) is BandTensor:
-            refresh(x)
+    refresh_all(*tensors)
     return common_rows([x for x in tensors if isinstance(x, Tensor)])
-
-
-@rule_for("equal.default")
-def equal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Return whether all entries of two tensors are equal; a collective."""
-    x, y = args
-    if x.shape != y.shape:
-        return False
-    domain = domain_of(args)
-    rows = fields_rows([x, y])
-    same = torch.equal(with_rows(x, rows, domain), with_rows(y, rows, domain))
-    answers = domain.transport.all_gather(torch.tensor(same, dtype=torch.uint8))
-    return bool(answers.all())
 
 
 @rule_for("expand.default")
@@ -406,8 +381,7 @@ for _name in ("sort", "topk.default", "cummax.default", "cummin.default", "glu.d
 
 def scan(func: Any, x: BandTensor, given: Given, dims: tuple[int, ...]) -> Any:
     """Sum or multiply all entries before, with the sums of the ranks before; a collective."""
-    band, domain, name, (dim,) = x.rows, x.domain, short_name(func), dims
-    assert isinstance(band, Band)
+    band, domain, name, (dim,) = x.band, x.domain, short_name(func), dims
     if band.outer > 1 or x.is_complex():
         return with_all_rows(func, x, given, dims)
     local = x.local if given.get("dtype") is None else x.local.to(given["dtype"])
@@ -450,7 +424,7 @@ rule_for("_softmax.default", "_log_softmax.default")(
 @rule_for("_safe_softmax.default")
 def safe_softmax(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Return a softmax that is zero where all entries are minus infinity."""
-    given = bound(func, args, kwargs)
+    given = named_arguments(func, args, kwargs)
     x, dim, dtype = given["self"], given["dim"], given.get("dtype")
     dispatch = BandTensor.__torch_dispatch__
     if dtype is not None:

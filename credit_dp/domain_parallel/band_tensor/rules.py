@@ -69,6 +69,19 @@ def short_name(func: Any) -> str:
     return name.removeprefix("aten::")
 
 
+@lru_cache(4096)
+def _parameters(func: Any) -> tuple[tuple[str, ...], dict[str, Any]]:
+    arguments = schema_of(func).arguments
+    defaults = {x.name: x.default_value for x in arguments if x.has_default_value()}
+    return tuple(x.name for x in arguments), defaults
+
+
+def named_arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return an operator's arguments by name, with the defaults that torch leaves out."""
+    names, defaults = _parameters(func)
+    return defaults | dict(zip(names, args, strict=False)) | kwargs
+
+
 def decompose(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Compute an operator by others, as torch does it."""
     return func.decompose(*args, **kwargs)

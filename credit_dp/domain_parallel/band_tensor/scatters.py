@@ -20,7 +20,12 @@ from credit_dp.domain_parallel.band_tensor.indexing import (
     put_whole,
     returned,
 )
-from credit_dp.domain_parallel.band_tensor.moving import refresh, whole, with_rows, write_back
+from credit_dp.domain_parallel.band_tensor.moving import (
+    refresh_all,
+    whole,
+    with_rows,
+    write_back,
+)
 from credit_dp.domain_parallel.band_tensor.pointwise import common_rows
 from credit_dp.domain_parallel.band_tensor.rules import run_whole
 from credit_dp.domain_parallel.band_tensor.tensor import (
@@ -31,18 +36,12 @@ from credit_dp.domain_parallel.band_tensor.tensor import (
     Part,
     domain_of,
     is_band,
+    is_partial,
     rule_for,
 )
 from credit_dp.domain_parallel.band_tensor.views import copy_to_write, dim_of
 
 aten = torch.ops.aten
-
-
-def refresh_all(*values: Any) -> None:
-    """Compute those copies anew among some values whose base was written."""
-    for x in values:
-        if type(x) is BandTensor:
-            refresh(x)
 
 
 # ---------------------------------------------------------------- one index for each entry
@@ -143,7 +142,7 @@ def scatter(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     def part(y: Any) -> Any:
         if not isinstance(y, Tensor):
             return y
-        if type(y) is BandTensor and y.rows is PARTIAL:  # backward compares it with what is written
+        if is_partial(y):  # backward compares it with what is written
             y = whole(y)
         return with_rows(y, with_as_many(rows, y.shape[rows.dim]), domain)
 

@@ -23,7 +23,7 @@ from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
 from copy import deepcopy
 from enum import Enum
-from typing import Any, ClassVar, Literal, NamedTuple, Protocol
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol, TypeGuard
 from weakref import WeakSet, WeakValueDictionary
 
 import torch
@@ -416,6 +416,12 @@ class BandTensor(GlobeTensor):
         copied: BandTensor = memo[id(self)]
         return copied
 
+    @property
+    def band(self) -> Band:
+        """Return the bands of a tensor whose rows are cut."""
+        assert isinstance(self.rows, Band)
+        return self.rows
+
     # What reads memory past the dispatcher.
     def numpy(self, *, force: bool = False) -> Any:
         """Return the values of the globe; a collective.
@@ -551,8 +557,13 @@ def is_band(x: Any) -> bool:
     return type(x) is BandTensor and type(x.rows) is Band
 
 
-def held_of(x: Tensor) -> Tensor:
-    """Return what a rank holds of a tensor."""
+def is_partial(x: Any) -> TypeGuard[BandTensor]:
+    """Return whether a value is a tensor of which ranks hold parts that add up to it."""
+    return type(x) is BandTensor and x.rows is PARTIAL
+
+
+def local_of(x: Any) -> Any:
+    """Return what a rank holds of a tensor; other values as they are."""
     return x.local if type(x) is BandTensor else x
 
 

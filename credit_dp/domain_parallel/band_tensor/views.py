@@ -78,8 +78,7 @@ def view_rule(*names: str) -> Callable[[Rule], Rule]:
 
 def dim_of(x: BandTensor) -> int:
     """Return the dimension of the rows, from 0."""
-    assert isinstance(x.rows, Band)
-    return x.ndim + x.rows.dim
+    return x.ndim + x.band.dim
 
 
 def at(band: Band, dim: int, ndim: int) -> Band:
@@ -229,8 +228,7 @@ def view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def folded_as_before(x: BandTensor, new: tuple[int, ...]) -> Band | None:
     """Return bands of folded rows, for the gradient of such a field that is to be unfolded."""
-    rows, domain = x.rows, x.domain
-    assert isinstance(rows, Band)
+    rows, domain = x.band, x.domain
     height = domain.folds.get(rows.size)
     if height is None or rows.outer > 1 or backward_pass() < 0:
         return None
@@ -269,6 +267,7 @@ def band_to_view(
     return None if found is None else in_units(band, found[1])
 
 
+@lru_cache(8192)
 def in_units(band: Band, unit: int) -> Band:
     """Return bands whose bounds are multiples of a number of rows: the nearest ones."""
     if unit == 1 or all(bound % unit == 0 for bound in band.bounds):
@@ -402,8 +401,7 @@ def slice_band(local: Tensor, rows: Band, wanted: range, rank: int) -> Part:
 
 def slice_folded(x: BandTensor, dim: int, wanted: range) -> Part:
     """Take some entries of folded rows; they stay where they are if all rows are, or one copy."""
-    rows, domain = x.rows, x.domain
-    assert isinstance(rows, Band)
+    rows, domain = x.band, x.domain
     height, here = rows.height, rows.sizes(domain.rank)
     domain.folds[rows.size] = height
     first, last = wanted[0] // height, wanted[-1] // height
@@ -424,8 +422,7 @@ def take_entries(x: BandTensor, entries: tuple[int, ...], bounds: tuple[int, ...
 
     A collective. `bounds` cuts the entries.
     """
-    rows = x.rows
-    assert isinstance(rows, Band)
+    rows = x.band
     return fetch(x.local, *unfolded_rows(rows, ranges_of_ranks(entries, bounds)), x.domain)
 
 
@@ -526,8 +523,7 @@ LOADERS[aten.select.int] = load_row
 
 def take_row(x: BandTensor, row: int) -> Tensor:
     """Return one entry of the dimension with rows, on all ranks; a collective."""
-    rows = x.rows
-    assert isinstance(rows, Band)
+    rows = x.band
     required = ((RowRange(row, row + 1),),) * x.domain.ranks
     return fetch(x.local, *unfolded_rows(rows, required), x.domain)
 

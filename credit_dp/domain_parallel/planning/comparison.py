@@ -31,8 +31,8 @@ from credit_dp.domain_parallel.band_tensor.tensor import (
     BandTensor,
     Domain,
     Rows,
-    held_of,
     is_running,
+    local_of,
 )
 from credit_dp.domain_parallel.count_transport import CountingTransport
 from credit_dp.domain_parallel.layers.base import RowLayer
@@ -215,7 +215,7 @@ class Run(PlanningMode):
 
     def _call_rowwise(self, layer: RowLayer, name: str, x: Tensor, *others: Tensor) -> Any:
         rows = self._rows_of(x)
-        inputs = [held_of(each) for each in (x, *others)]
+        inputs = [local_of(each) for each in (x, *others)]
         if self._paused or rows is PARTIAL:
             with self._within_layer():
                 return layer.global_forward(x, *others)
@@ -306,7 +306,7 @@ class Run(PlanningMode):
             if self.globe is None:
                 return call.outputs
             return map_tensors(lambda y: local_output(y)[0], call.outputs)
-        self._note("call", call.name, *[self._number_of(held_of(x)) for x in inputs])
+        self._note("call", call.name, *[self._number_of(local_of(x)) for x in inputs])
         numbers = count()
 
         def answer(y: Tensor) -> Tensor:
@@ -387,7 +387,7 @@ class Run(PlanningMode):
         if self.globe is None:
             self._check_backward()
         rows = self._rows_of(args[0])
-        return rows, None if rows is PARTIAL else held_of(args[0])
+        return rows, None if rows is PARTIAL else local_of(args[0])
 
     # ---------------------------------------------------------------- operators
 
@@ -547,7 +547,7 @@ class Run(PlanningMode):
                 stack.callback(is_running.reset, token)
                 self.planner.put_originals(stack)
             for index, x in enumerate(tensor_leaves((args, kwargs))):
-                self._set_number(held_of(x), "input", index, tuple(held_of(x).shape), x.dtype)
+                self._set_number(local_of(x), "input", index, tuple(local_of(x).shape), x.dtype)
             self.planner.run = self
             token_of_planner = planner_of_run.set(self)
             stack.callback(planner_of_run.reset, token_of_planner)
@@ -577,7 +577,7 @@ class Run(PlanningMode):
                 refresh(value)
                 if value.rows != rows_outside(value.shape, self.domain):
                     raise self.refuse("output: is not in bands, or has its rows elsewhere.")
-            values.append(self._key(held_of(value)))
+            values.append(self._key(local_of(value)))
         self._note("outputs", *names, *values)
 
 

@@ -63,7 +63,7 @@ def channel_slice(shares: Sequence[int], rank: int) -> slice:
 
 @final
 @dataclass(frozen=True)
-class TransposePlan:
+class Transposition:
     """The number of rows and of channels of every rank."""
 
     rows: tuple[int, ...]
@@ -120,10 +120,10 @@ def rows_to_channels(
     """
     if channels is None:
         channels = channels_per_rank(x.shape[CHANNEL_DIM], transport.size)
-    plan = _transpose_plan(rows, channels, transport)
-    _check_size(x, ROW_DIM, "rows", plan.rows[transport.rank], transport)
-    _check_size(x, CHANNEL_DIM, "channels", sum(plan.channels), transport)
-    return _TransposeFunction.apply(x, plan, transport, True)  # type: ignore[no-any-return, no-untyped-call]
+    transposition = _transposition(rows, channels, transport)
+    _check_size(x, ROW_DIM, "rows", transposition.rows[transport.rank], transport)
+    _check_size(x, CHANNEL_DIM, "channels", sum(transposition.channels), transport)
+    return _TransposeFunction.apply(x, transposition, transport, True)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def channels_to_rows(
@@ -139,22 +139,22 @@ def channels_to_rows(
     Raises:
         UserError: `x` does not have the given numbers of rows or channels.
     """
-    plan = _transpose_plan(rows, channels, transport)
-    _check_size(x, ROW_DIM, "rows", sum(plan.rows), transport)
-    _check_size(x, CHANNEL_DIM, "channels", plan.channels[transport.rank], transport)
-    return _TransposeFunction.apply(x, plan, transport, False)  # type: ignore[no-any-return, no-untyped-call]
+    transposition = _transposition(rows, channels, transport)
+    _check_size(x, ROW_DIM, "rows", sum(transposition.rows), transport)
+    _check_size(x, CHANNEL_DIM, "channels", transposition.channels[transport.rank], transport)
+    return _TransposeFunction.apply(x, transposition, transport, False)  # type: ignore[no-any-return, no-untyped-call]
 
 
-def _transpose_plan(
+def _transposition(
     rows: Sequence[int], channels: Sequence[int], transport: TransportLike
-) -> TransposePlan:
+) -> Transposition:
     for name, sizes in (("rows", rows), ("channels", channels)):
         if len(sizes) != transport.size:
             raise UserError(
                 f"{name}: needs a number for each of {transport.size} ranks, got {len(sizes)}. "
                 "Give the numbers of all ranks, in rank order."
             )
-    return TransposePlan(tuple(rows), tuple(channels))
+    return Transposition(tuple(rows), tuple(channels))
 
 
 def _check_size(x: Tensor, dim: int, name: str, expected: int, transport: TransportLike) -> None:
@@ -169,35 +169,39 @@ def _check_size(x: Tensor, dim: int, name: str, expected: int, transport: Transp
 class _TransposeFunction(torch.autograd.Function):
     """A permutation of the entries of all ranks, so that its inverse is its adjoint.
 
-    Saves no tensor: the plan is enough.
+    Saves no tensor: the transposition is enough.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, plan: TransposePlan, transport: TransportLike, to_channels: bool
+        ctx: Any,
+        x: Tensor,
+        transposition: Transposition,
+        transport: TransportLike,
+        to_channels: bool,
     ) -> Tensor:
-        ctx.plan = plan
+        ctx.transposition = transposition
         ctx.transport = transport
         ctx.to_channels = to_channels
-        return transpose_blocks(x, plan, transport, to_channels)
+        return transpose_blocks(x, transposition, transport, to_channels)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        arguments = (grad, ctx.plan, ctx.transport, not ctx.to_channels)
+        arguments = (grad, ctx.transposition, ctx.transport, not ctx.to_channels)
         return _TransposeFunction.apply(*arguments), None, None, None  # type: ignore[no-untyped-call]
 
 
 def transpose_blocks(
-    x: Tensor, plan: TransposePlan, transport: TransportLike, to_channels: bool
+    x: Tensor, transposition: Transposition, transport: TransportLike, to_channels: bool
 ) -> Tensor:
     """Send every rank its block of `x` and concatenate the received blocks.
 
     Not differentiable: see `rows_to_channels` and `channels_to_rows`, which check the sizes.
     """
     split_dim, cat_dim = (CHANNEL_DIM, ROW_DIM) if to_channels else (ROW_DIM, CHANNEL_DIM)
-    split_sizes, cat_sizes = plan.channels, plan.rows
+    split_sizes, cat_sizes = transposition.channels, transposition.rows
     if not to_channels:
-        split_sizes, cat_sizes = plan.rows, plan.channels
+        split_sizes, cat_sizes = transposition.rows, transposition.channels
     rank = transport.rank
     blocks = torch.split(x, list(split_sizes), split_dim)
     send = [(peer, block.contiguous()) for peer, block in enumerate(blocks) if peer != rank]
@@ -208,7 +212,7 @@ def transpose_blocks(
         shape[cat_dim] = size
         received.append(blocks[rank] if peer == rank else x.new_empty(shape))
     receive = [(peer, block) for peer, block in enumerate(received) if peer != rank]
-    transport.announce_sizes(_message_bytes(x, plan, to_channels))
+    transport.announce_sizes(_message_bytes(x, transposition, to_channels))
     # Sender and receiver know that a block is empty, and skip its message together.
     transport.start(_without_empty(send), _without_empty(receive))()
     return torch.cat(received, cat_dim)
@@ -218,10 +222,11 @@ def _without_empty(blocks: list[PeerTensor]) -> list[PeerTensor]:
     return [(peer, block) for peer, block in blocks if block.numel()]
 
 
-def _message_bytes(x: Tensor, plan: TransposePlan, to_channels: bool) -> list[list[int]]:
+def _message_bytes(x: Tensor, transposition: Transposition, to_channels: bool) -> list[list[int]]:
     row_bytes = prod((*x.shape[:-FIELD_DIMS], x.shape[-1])) * x.element_size()
     return [
-        [row_bytes * rows for rows in by_receiver] for by_receiver in plan.rows_sent(to_channels)
+        [row_bytes * rows for rows in by_receiver]
+        for by_receiver in transposition.rows_sent(to_channels)
     ]
 
 

@@ -355,10 +355,10 @@ class _Finder(MetaPathFinder):
         if not fullname.startswith(f"{__name__}."):
             return None
         paths = (file.path for file in plugin_files())
-        path_of_module = next((each for each in paths if module_name(each) == fullname), None)
-        if path_of_module is None:
+        module_path = next((each for each in paths if module_name(each) == fullname), None)
+        if module_path is None:
             return None
-        location = str(path_of_module.resolve())
+        location = str(module_path.resolve())
         # Python chooses a loader by the file's suffix; here any suffix will do.
         loader = SourceFileLoader(fullname, location)
         return spec_from_file_location(fullname, location, loader=loader)

@@ -50,13 +50,13 @@ def build_manager(parallel: ParallelConfig, ranks: RankInfo) -> DomainParallelMa
         ensemble_parallel_size=parallel.ensemble,
     )
     if ranks.on_several_nodes:
-        line = spread_warning(nodes_of_ranks(ranks), parallel.domain)
+        line = spread_warning(rank_nodes(ranks), parallel.domain)
         if line is not None and ranks.rank == 0:
             logger.warning(line)
     return manager
 
 
-def nodes_of_ranks(ranks: RankInfo) -> list[int]:
+def rank_nodes(ranks: RankInfo) -> list[int]:
     """Return the number of each rank's node, in rank order; collective."""
     import torch
 

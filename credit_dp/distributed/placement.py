@@ -411,17 +411,17 @@ def slurm_nodes(partition: str | None) -> ClusterNodes:
         return ClusterNodes()
 
 
-def largest_nodes(output: str, of_partition: bool) -> ClusterNodes:
+def largest_nodes(output: str, is_one_partition: bool) -> ClusterNodes:
     """Return the nodes with the most GPUs, among these with the most cores, and how many there are.
 
     Args:
         output: lines `PARTITION|CORES|GRES` of sinfo, one for each node.
-        of_partition: whether the lines are those of one partition, not of all.
+        is_one_partition: whether the lines are those of one partition, not of all.
     """
     sizes: list[tuple[int, int]] = []
     for line in output.splitlines():
         name, cores, gres = line.split("|", 2)
-        if of_partition or name.endswith("*"):  # a star marks the default partition
+        if is_one_partition or name.endswith("*"):  # a star marks the default partition
             sizes.append((count_gpus(gres), int(cores.rstrip("+"))))
     if not sizes:
         return ClusterNodes()

@@ -88,7 +88,7 @@ class Conversion:
         self.user_leaf_counts: Counter[str] = Counter()
         self._replacements: dict[nn.Module, nn.Module] = {}
         self._replaced_children: list[tuple[nn.Module, str, nn.Module, nn.Module]] = []
-        self._left_alone: list[tuple[nn.Module, str, nn.Module, RowLayer]] = []
+        self._exact_layers: list[tuple[nn.Module, str, nn.Module, RowLayer]] = []
         self._original: nn.Module | None = None
         self._previous: Conversion | None = None
 
@@ -111,7 +111,7 @@ class Conversion:
         # not be picklable, must not stay in it.
         self._replacements = {}
         self.custom_converters = {}
-        self._leave_alone()
+        self._put_exact_layers_back()
         return converted
 
     @contextmanager
@@ -122,27 +122,27 @@ class Conversion:
         A module that the user has put in its place stays.
         """
         own = [
-            entry for entry in self._left_alone if children_of(entry[0]).get(entry[1]) is entry[2]
+            entry for entry in self._exact_layers if children_of(entry[0]).get(entry[1]) is entry[2]
         ]
         for parent, name, original, layer in own:
             layer.train(original.training)
             share_kind_of_backward_hooks(layer, original)
             children_of(parent)[name] = layer
         self.converted_counts += _type_counts(own)
-        self._left_alone = []
+        self._exact_layers = []
         try:
             yield
         finally:
-            self._leave_alone()
+            self._put_exact_layers_back()
 
-    def _leave_alone(self) -> None:
+    def _put_exact_layers_back(self) -> None:
         for parent, name, original, layer in self._replaced_children:
             replaced = children_of(parent).get(name) is layer
-            if replaced and isinstance(layer, RowLayer) and layer.acts_alone:
-                self._left_alone.append((parent, name, original, layer))
+            if replaced and isinstance(layer, RowLayer) and layer.wrapped_is_exact:
+                self._exact_layers.append((parent, name, original, layer))
                 update_original(layer, original)
                 children_of(parent)[name] = original
-        self.converted_counts -= _type_counts(self._left_alone)
+        self.converted_counts -= _type_counts(self._exact_layers)
 
     def convert(self, module: nn.Module, path: str) -> nn.Module:
         """Return the replacement of a module; a module that is used several times has one."""

@@ -23,10 +23,10 @@ from typing import NamedTuple, final
 from rich.filesize import decimal
 from torch import nn
 
+from credit_dp.domain_parallel.assumed_values import AssumedValue, UnplannedError
 from credit_dp.domain_parallel.band_tensor.boundary import is_same_field
 from credit_dp.domain_parallel.conversion import Conversion, Converter
 from credit_dp.domain_parallel.count_transport import CountingTransport, RankTraffic
-from credit_dp.domain_parallel.decisions import AssumedValue, UnplannedError
 from credit_dp.domain_parallel.dry_run import DryRun, WholeCall, dry_run
 from credit_dp.domain_parallel.manager import DomainParallelManager
 from credit_dp.domain_parallel.partition import (
@@ -186,7 +186,7 @@ class Decision:
     @property
     def decisions(self) -> tuple[AssumedValue, ...]:
         """Where a model decides by data, with what the costs assume."""
-        return self.run.decisions if self.run else ()
+        return self.run.assumed if self.run else ()
 
     @property
     def whole_bytes(self) -> int:

@@ -27,6 +27,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import flop_registry
 
+from credit_dp.domain_parallel.assumed_values import (
+    AssumedValue,
+    Assumptions,
+    EndlessLoopError,
+    KnownValues,
+    UnplannedError,
+)
 from credit_dp.domain_parallel.band_tensor.boundary import (
     attach_domain,
     attached_domain,
@@ -35,13 +42,6 @@ from credit_dp.domain_parallel.band_tensor.boundary import (
 )
 from credit_dp.domain_parallel.band_tensor.tensor import Band, BandTensor, Domain, is_band, local_of
 from credit_dp.domain_parallel.count_transport import CountingTransport, RankTraffic
-from credit_dp.domain_parallel.decisions import (
-    AssumedValue,
-    Assumptions,
-    EndlessLoopError,
-    KnownValues,
-    UnplannedError,
-)
 from credit_dp.domain_parallel.layers.base import Bands, RowLayer
 from credit_dp.domain_parallel.lower_bound import TrafficLowerBound
 from credit_dp.domain_parallel.manager import DomainParallelManager
@@ -139,7 +139,7 @@ class DryRun:
         outputs: of the model.
         recomputed_bytes: what the module with most saves when backward computes it again.
         launches: number of kernels that the rank starts; of the forward only if that alone was run.
-        decisions: where the model decides by data; the costs are those of what was assumed there.
+        assumed: where the model decides by data; the costs are those of what was assumed there.
         levels: the numbers of rows of a model in the domain, each with a number of which its bands
             should be multiples, as windows have.
     """
@@ -159,7 +159,7 @@ class DryRun:
     outputs: tuple[OutputSpec, ...]
     recomputed_bytes: int
     launches: int
-    decisions: tuple[AssumedValue, ...] = ()
+    assumed: tuple[AssumedValue, ...] = ()
     levels: Mapping[int, int] = field(default_factory=dict)
 
     @property
@@ -559,7 +559,7 @@ def _as_rank(
             for partition in manager.bands.planned_partitions:
                 ranked.bands.register(partition)
             detach_domain(model)
-            domain = attach_domain(model, ranked, shapes, of_stage=stage is not None)
+            domain = attach_domain(model, ranked, shapes, is_stage=stage is not None)
             try:
                 yield ranked, domain
             finally:
@@ -630,8 +630,8 @@ def _run(
         recorder.saved_bytes += again.received
         recorder.recomputed_bytes = again.recomputed
         recorder.launches += again.repeated
-    decisions = tuple(starmap(AssumedValue, assumptions.decisions.items()))
-    return _result(recorder, forward, specs, decisions)
+    assumed = tuple(starmap(AssumedValue, assumptions.assumed.items()))
+    return _result(recorder, forward, specs, assumed)
 
 
 def row_layers(model: nn.Module) -> dict[str, RowLayer]:
@@ -659,7 +659,7 @@ def _result(
     recorder: _Recorder,
     forward: dict[str, tuple[RankTraffic, ...]],
     outputs: tuple[OutputSpec, ...],
-    decisions: tuple[AssumedValue, ...],
+    assumed: tuple[AssumedValue, ...],
 ) -> DryRun:
     ranks = recorder.manager.domain_parallel_size
     no_traffic = (RankTraffic(),) * ranks
@@ -686,7 +686,7 @@ def _result(
         outputs=outputs,
         recomputed_bytes=recorder.recomputed_bytes,
         launches=recorder.launches,
-        decisions=decisions,
+        assumed=assumed,
         levels=recorder.levels,
     )
 

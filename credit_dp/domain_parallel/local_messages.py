@@ -270,10 +270,10 @@ def connect_local_ranks(
         listener, path = _listen(stack) if near else (None, b"")  # before others learn the path
         own = _machine() + path.ljust(_PATH_BYTES, b"\0")
         for peer, row in enumerate(gather(_as_tensor(own)).tolist()):
-            machine, path_of_peer = bytes(row[:_MACHINE_BYTES]), bytes(row[_MACHINE_BYTES:])
-            if peer in near and peer < rank and machine == _machine() and any(path_of_peer):
+            machine, peer_path = bytes(row[:_MACHINE_BYTES]), bytes(row[_MACHINE_BYTES:])
+            if peer in near and peer < rank and machine == _machine() and any(peer_path):
                 with suppress(OSError):  # a container with another folder for temporary files
-                    sockets[peer] = _connect(path_of_peer.rstrip(b"\0"), rank)
+                    sockets[peer] = _connect(peer_path.rstrip(b"\0"), rank)
         connected = gather_connected()
         if listener is not None:
             for _ in range(int(connected[rank + 1 :, rank].sum())):

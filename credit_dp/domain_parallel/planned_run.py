@@ -20,10 +20,10 @@ class ActivePlanner(Protocol):
         """Return the output of a sharded layer in the current run: replaces its forward."""
 
 
-planner_of_run: ContextVar[ActivePlanner | None] = ContextVar("active planner", default=None)
+run_planner: ContextVar[ActivePlanner | None] = ContextVar("active planner", default=None)
 
 
 def active_planner() -> ActivePlanner | None:
     """Return the planner of the run in progress, if any."""
     # Nothing is compiled while planning, and torch's compiler can't read a context variable.
-    return None if torch.compiler.is_dynamo_compiling() else planner_of_run.get()
+    return None if torch.compiler.is_dynamo_compiling() else run_planner.get()

@@ -77,7 +77,7 @@ def _conv_rule(wrapper: Rule) -> Rule:
 
     Only pointwise convolutions stay. One whose kernel is as large as its stride is wrapped as well:
     its windows don't overlap, but the edge of a band may cut one. Where bands line up, a transposed
-    one is put back (`RowLayer.acts_alone`).
+    one is put back (`RowLayer.wrapped_is_exact`).
     """
 
     def rule(conv: Conv) -> nn.Module:

@@ -454,7 +454,7 @@ class GroupTransport(Transport):
         is_small = x.numel() * x.element_size() <= SMALL_MESSAGE_BYTES
         return is_small and self._local is not None and self._local.connects_all
 
-    def _of_each_rank(self, x: Tensor) -> list[Tensor]:
+    def _from_each_rank(self, x: Tensor) -> list[Tensor]:
         x = x.detach().contiguous()
         of_ranks = [x if rank == self.rank else torch.empty_like(x) for rank in range(self.size)]
         received = [(rank, other) for rank, other in enumerate(of_ranks) if rank != self.rank]
@@ -463,7 +463,7 @@ class GroupTransport(Transport):
 
     def _all_gather(self, x: Tensor) -> Tensor:
         if self._is_sent_to_each(x):
-            return torch.stack(self._of_each_rank(x))
+            return torch.stack(self._from_each_rank(x))
         return self._gather_over_group(x)
 
     def _gather_over_group(self, x: Tensor) -> Tensor:
@@ -473,7 +473,7 @@ class GroupTransport(Transport):
 
     def _all_reduce(self, x: Tensor) -> Tensor:
         if self._is_sent_to_each(x):
-            first, second, *others = self._of_each_rank(x)
+            first, second, *others = self._from_each_rank(x)
             return sum(others, first + second)  # in the same order on all ranks
         total = x.clone()
         dist.all_reduce(total, group=self.group)

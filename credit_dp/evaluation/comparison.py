@@ -38,7 +38,7 @@ from credit_dp.evaluation.metric_table import (
     METRICS,
     Better,
     Metric,
-    metrics_of_comparison,
+    comparison_metrics,
     panel_name,
 )
 from credit_dp.evaluation.pages import DifferenceTable, difference_table, render_page
@@ -307,7 +307,7 @@ def compare(results: Sequence[EvaluationResult]) -> Comparison:
     }
     keys = [
         key
-        for metric in metrics_of_comparison()
+        for metric in comparison_metrics()
         for key in common
         if key.score == metric.name and key.channel not in mismatched
     ]
@@ -405,7 +405,7 @@ def _differing_config(results: Sequence[EvaluationResult]) -> dict[str, tuple[st
 LINE_STYLES = ("-", "--", "-.", ":")
 
 
-class ScoreSection(NamedTuple):
+class ComparedMetric(NamedTuple):
     """A metric's section of a comparison.
 
     Attributes:
@@ -430,7 +430,7 @@ def comparison_page(comparison: Comparison) -> str:
         config=comparison.config,
         cards=difference_tables(comparison),
         scores=[
-            ScoreSection(
+            ComparedMetric(
                 METRICS[score],
                 draw_or_warn(score, curves_image, comparison, score),
                 describe_wins(comparison, score),

@@ -150,6 +150,6 @@ def unit_label(unit: str) -> str:
     return escape_mathtext(superscript(unit))
 
 
-def power_of_ten_label(value: float, _: float) -> str:
+def decade_label(value: float, _: float) -> str:
     """Return the label of a tick at a power of ten, such as 10⁻³."""
     return "10" + str(round(math.log10(value))).translate(SUPERSCRIPTS)

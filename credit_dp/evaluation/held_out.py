@@ -35,7 +35,7 @@ from credit_dp.evaluation.metric_table import (
     Extent,
     ScoredFields,
     ScoreSums,
-    metrics_of_run,
+    run_metrics,
 )
 from credit_dp.evaluation.metrics import (
     PowerSpectra,
@@ -427,7 +427,7 @@ def evaluate(
     """
     store = held_out.prepared.store
     sums = ScoreSums(
-        metrics_of_run(members),
+        run_metrics(members),
         (len(held_out.lead_steps), store.channels.num_outputs),
         Extent(held_out.area_weights, held_out.points, samples=held_out.num_samples),
     )

@@ -132,18 +132,18 @@ def draw_map(field: FieldMap, path: Path) -> None:
     lines = line_values(np.stack([forecast, truth])) if display.lines else np.empty(0)
     if len(lines) > MAX_LINES:
         lines = line_values(lines, 2 * float(lines[1] - lines[0]))
-    layout = Layout(frame, 3, above=0.55)
+    row = MapRow(frame, 3, above=0.55)
     legend: list[Artist] = []
     for column, (name, values, raster) in enumerate(
         (("forecast", forecast, colours[0]), ("truth", truth, colours[1]))
     ):
-        axes = layout.map(column)
+        axes = row.map(column)
         draw_field(axes, frame, raster, scale)
         legend = draw_lines(axes, frame, frame.sample(values), lines, display)
         legend += draw_surroundings(axes, frame, field.grid, field.bounds)
         axes.set_title(name)
-    add_bar(layout.figure, layout.bar(0, columns=2), scale, shade_label(display))
-    axes = layout.map(2)
+    add_bar(row.figure, row.bar(0, columns=2), scale, shade_label(display))
+    axes = row.map(2)
     difference = frame.sample(error)
     errors = error_scale(difference)
     draw_field(axes, frame, difference, errors)
@@ -151,13 +151,11 @@ def draw_map(field: FieldMap, path: Path) -> None:
     size = root_mean_square(error, field.grid.cells)
     axes.set_title(f"forecast - truth, RMSE {size:.3g} {unit_label(display.difference_unit)}")
     label = with_unit("error", display.difference_unit)
-    add_bar(layout.figure, layout.bar(2), errors, label)
-    add_legend(layout.legend(), legend)
+    add_bar(row.figure, row.bar(2), errors, label)
+    add_legend(row.legend(), legend)
     name = field_title(display, field.channel.level, field.model_levels)
-    layout.figure.suptitle(
-        title_text(f"{name}, {field.title}", TITLE_CHARACTERS), x=0.01, ha="left"
-    )
-    save_figure(layout.figure, path)
+    row.figure.suptitle(title_text(f"{name}, {field.title}", TITLE_CHARACTERS), x=0.01, ha="left")
+    save_figure(row.figure, path)
 
 
 def display_in(cells: Grid, variable: str, unit: str) -> Display:
@@ -424,7 +422,7 @@ def add_legend(axes: Axes, handles: Sequence[Artist]) -> None:
 
 
 @final
-class Layout:
+class MapRow:
     """Maps of one size in a row, with colour bars below them; all numbers are inches."""
 
     BAR, TO_BAR, BELOW_BAR, BETWEEN = 0.12, 0.1, 0.42, 0.2
@@ -471,22 +469,22 @@ def draw_error_maps(
     display = display_of(variable, unit)
     frame = frame_of(grid.cells)
     rasters = [frame.sample(display.differences(values)) for values in (rmse, bias)]
-    layout = Layout(frame, 2, above=0.55 if title else 0.35)
+    row = MapRow(frame, 2, above=0.55 if title else 0.35)
     if title:
-        layout.figure.suptitle(title_text(title, TITLE_CHARACTERS), x=0.01, ha="left")
+        row.figure.suptitle(title_text(title, TITLE_CHARACTERS), x=0.01, ha="left")
     for column, (name, raster, scale) in enumerate(
         (
             ("root-mean-square error", rasters[0], size_scale(rasters[0])),
             ("mean error (forecast - truth)", rasters[1], error_scale(rasters[1])),
         )
     ):
-        axes = layout.map(column)
+        axes = row.map(column)
         draw_field(axes, frame, raster, scale)
         draw_surroundings(axes, frame, grid)
         axes.set_title(name)
         label = with_unit("error", display.difference_unit)
-        add_bar(layout.figure, layout.bar(column), scale, label)
-    return layout.figure
+        add_bar(row.figure, row.bar(column), scale, label)
+    return row.figure
 
 
 @figure_style()

@@ -392,13 +392,13 @@ METRICS: dict[str, Metric] = {
 }
 
 
-def metrics_of_run(members: int) -> list[Metric]:
+def run_metrics(members: int) -> list[Metric]:
     """Return the metrics of a training run whose forecasts have this many members."""
     metrics = METRICS.values()
     return [m for m in metrics if m.in_runs or (m.in_ensemble_runs and members > 1)]
 
 
-def metrics_of_comparison() -> list[Metric]:
+def comparison_metrics() -> list[Metric]:
     """Return the metrics in the order of comparisons: metrics that rank sources come first."""
     # False sorts before True, and equal keys keep the order of the table.
     return sorted(

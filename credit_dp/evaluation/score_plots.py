@@ -18,9 +18,9 @@ from credit_dp.errors import UserError, counted
 from credit_dp.evaluation.figure_style import (
     REFERENCE,
     SOURCE_LINES,
+    decade_label,
     figure_style,
     power_label,
-    power_of_ten_label,
     series_colour,
     title_text,
     with_unit,
@@ -263,7 +263,7 @@ def draw_spectrum(
     low, high = axes.get_ylim()
     if high > MIN_POWER_RATIO * low:  # otherwise powers of ten would be too few ticks
         axes.yaxis.set_major_locator(LogLocator(numticks=MAX_POWER_TICKS))
-        axes.yaxis.set_major_formatter(power_of_ten_label)
+        axes.yaxis.set_major_formatter(decade_label)
         axes.yaxis.set_minor_locator(NullLocator())
     axes.set_ylabel(power_label(unit, " m" if wavelength is None else ""))
 

@@ -241,9 +241,9 @@ def check_module_names(model: nn.Module, names: Sequence[str]) -> None:
             f"{name!r} ({_nearest_names(str(name), list(modules))})" for name in unknown
         )
         raise UserError(f"{model_name}: needs names of its modules, but has no {listed}")
-    names_of_modules: dict[nn.Module, str] = {}
+    module_names: dict[nn.Module, str] = {}
     for name in names:
-        other = names_of_modules.setdefault(modules[name], name)
+        other = module_names.setdefault(modules[name], name)
         if other != name:
             raise UserError(f"{model_name}: {other} and {name} are one module, name it once")
 

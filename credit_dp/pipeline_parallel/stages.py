@@ -278,7 +278,7 @@ def cut_model(
     ]
     for stage in stages:
         if domain is not None and stage.globe_shapes is not None:
-            own = attach_domain(stage.module, manager, stage.globe_shapes, of_stage=True)
+            own = attach_domain(stage.module, manager, stage.globe_shapes, is_stage=True)
             own.decision = domain.decision
     return stages
 

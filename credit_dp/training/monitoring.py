@@ -26,7 +26,7 @@ from credit_dp.evaluation.held_out import (
     rank_batches,
 )
 from credit_dp.evaluation.maps import FieldMap
-from credit_dp.evaluation.metric_table import FORECAST, TRUTH, Extent, ScoreSums, metrics_of_run
+from credit_dp.evaluation.metric_table import FORECAST, TRUTH, Extent, ScoreSums, run_metrics
 from credit_dp.files import atomic_path
 from credit_dp.training.build_training import Training
 from credit_dp.training.console import EtaMessage, Screen
@@ -87,7 +87,7 @@ class Validation:
         """
         dates = self.dates
         channels = dates.prepared.store.channels.num_outputs
-        metrics = [replace(m, sources=(FORECAST,)) for m in metrics_of_run(self.members)]
+        metrics = [replace(m, sources=(FORECAST,)) for m in run_metrics(self.members)]
         extent = Extent(dates.area_weights, dates.points, samples=dates.num_samples)
         sums = ScoreSums(metrics, (1, channels), extent)
         lead = dates.lead_steps[-1]

@@ -85,9 +85,9 @@ def test_what_fits_nowhere_is_refused() -> None:
 
 def test_the_largest_nodes_of_the_default_partition_count() -> None:
     output = "gpu*|64|gpu:a100:4(S:0-1)\ngpu*|64|gpu:a100:8(S:0-1)\ngpu*|32|(null)\nbig|128|gpu:9\n"
-    assert largest_nodes(output, of_partition=False) == ClusterNodes(1, 64, 8)
-    assert largest_nodes(output, of_partition=True) == ClusterNodes(1, 128, 9)
-    assert largest_nodes("", of_partition=True) == ClusterNodes()
+    assert largest_nodes(output, is_one_partition=False) == ClusterNodes(1, 64, 8)
+    assert largest_nodes(output, is_one_partition=True) == ClusterNodes(1, 128, 9)
+    assert largest_nodes("", is_one_partition=True) == ClusterNodes()
 
 
 def test_gpus_are_counted() -> None:

@@ -77,7 +77,7 @@ def test_the_reference_has_what_users_import(site: Path) -> None:
     assert names[0] == "credit_dp.domain_parallel.convert_to_domain_parallel"
     assert names[1] == "credit_dp.domain_parallel.DomainParallelManager"
     assert "credit_dp.load" in names
-    internal = ("DomainParallelConv2d", "HaloExchange", "RowPartition", "TransposePlan")
+    internal = ("DomainParallelConv2d", "HaloExchange", "RowPartition", "Transposition")
     for path in reference.glob("*.html"):
         assert not [name for name in internal if f'{name}"' in path.read_text()], path
 

@@ -238,7 +238,7 @@ def of_trainer(manager):
     return collectives_by_forward(manager, lambda m, manager: shard_model(m, manager, SHAPE), False)
 
 
-def of_stage(manager):
+def is_stage(manager):
     def convert(model, manager):
         model = convert_to_domain_parallel(InSegments(), manager, input_shape=SHAPE)
         return cut_model(model, manager, [slice(0, 1), slice(1, 2)], SHAPE)[0].module
@@ -251,4 +251,4 @@ def test_messages_are_those_of_three_forwards():
     assert on_processes(2, of_own_loop) == [list(COMPARED_FORWARDS)] * 2
     assert on_processes(2, of_own_loop, True) == [[], []]
     assert on_processes(2, of_trainer) == [[], []]
-    assert on_processes(2, of_stage) == [[], []]
+    assert on_processes(2, is_stage) == [[], []]

@@ -42,7 +42,7 @@ from credit_dp.domain_parallel.band_tensor.tensor import (
     is_band,
     rule_for,
 )
-from credit_dp.domain_parallel.bands.attention import Shares, best_shares
+from credit_dp.domain_parallel.bands.attention import Split, best_split
 from credit_dp.domain_parallel.bands.moves import Blocks, exchange_to_bands, exchange_to_blocks
 from credit_dp.domain_parallel.exchange import RowRange
 from credit_dp.domain_parallel.partition import RowPartition, falls_into_equal_parts
@@ -61,13 +61,13 @@ class Way(NamedTuple):
             of their queries.
         dim: the dimension that is cut, negative.
         like: which of queries, keys and values has these bands already; None if none has.
-        shares: of blocks.
+        split: of blocks.
     """
 
     kind: str
     dim: int
     like: int | None = None
-    shares: Shares | None = None
+    split: Split | None = None
 
 
 @lru_cache(4096)
@@ -104,9 +104,9 @@ def best_way(
             assert key is not None
             assert value is not None
             if query.outer == key.outer == value.outer == 1:
-                shares = best_shares(shapes[0], shapes[1], shapes[2], ranks)
-                if shares is not None:
-                    return Way("blocks", shares.dim, None, shares)
+                split = best_split(shapes[0], shapes[1], shapes[2], ranks)
+                if split is not None:
+                    return Way("blocks", split.dim, None, split)
         # Rows that are folded below samples have no order among keys.
         return Way("queries", -2, 0 if query.outer == 1 or not is_causal else None)
     if query is None and keys_have_rows and not is_causal:
@@ -161,11 +161,11 @@ def _call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | No
     rows = tuple([x.rows if is_band(x) else None for x in tensors])
     if rows == (None, None, None):
         return None
-    of_mask = None if mask is None else mask.rows if type(mask) is BandTensor else WHOLE
+    mask_layout = None if mask is None else mask.rows if type(mask) is BandTensor else WHOLE
     way = best_way(
         tuple([tuple(x.shape) for x in tensors]),
         rows,
-        of_mask,
+        mask_layout,
         bool(values.get("is_causal")),
         bool(values.get("dropout_p")),
         domain.ranks,
@@ -291,9 +291,9 @@ def _run_rows_backward(call: Call, values: Locals, first: int) -> list[Tensor | 
     grads = _run_backward(call, before)
     if after is not None:
         pairs = list(zip(grads, _run_backward(call, after), strict=True))
-        of_query, *of_keys = [None if a is None or b is None else (a, b) for a, b in pairs]
-        grads = [None if of_query is None else of_query[0] + of_query[1]]
-        grads += [None if pair is None else torch.cat(pair, -2) for pair in of_keys]
+        query_pair, *key_pairs = [None if a is None or b is None else (a, b) for a, b in pairs]
+        grads = [None if query_pair is None else query_pair[0] + query_pair[1]]
+        grads += [None if pair is None else torch.cat(pair, -2) for pair in key_pairs]
     return grads
 
 
@@ -313,14 +313,14 @@ def _merged(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
 
 
 def _results(
-    results: tuple[Any, ...], rows: Rows, of_sums: Rows, kept: tuple[Tensor, ...] | None = None
+    results: tuple[Any, ...], rows: Rows, sums_rows: Rows, kept: tuple[Tensor, ...] | None = None
 ) -> tuple[Any, ...]:
     out, sums, *rest = results
     others = [Part(x, WHOLE) if isinstance(x, Tensor) else x for x in rest]
-    return Part(out, rows), Part(sums, of_sums, kept=kept), *others
+    return Part(out, rows), Part(sums, sums_rows, kept=kept), *others
 
 
-def _rows_of_sums(band: Band, ndim: int) -> Band:
+def _sums_band(band: Band, ndim: int) -> Band:
     return band._replace(dim=4 + band.dim - ndim)
 
 
@@ -329,7 +329,7 @@ def _attend_alike(call: Call) -> Any:
     local = {name: with_rows(x, band, domain) if isinstance(x, Tensor) else x
              for name, x in call.values.items()}  # fmt: skip
     results = _run(call.func, local)
-    return _results(results, band, _rows_of_sums(band, results[1].ndim))
+    return _results(results, band, _sums_band(band, results[1].ndim))
 
 
 def _attend_alike_backward(call: Call) -> Any:
@@ -338,19 +338,19 @@ def _attend_alike_backward(call: Call) -> Any:
     local = {name: with_rows(values[name], band, domain)
              for name in names if isinstance(values.get(name), Tensor)}  # fmt: skip
     sums = values["logsumexp"]
-    local["logsumexp"] = with_rows(sums, _rows_of_sums(band, sums.ndim), domain)
+    local["logsumexp"] = with_rows(sums, _sums_band(band, sums.ndim), domain)
     grads = _run_backward(call, values | local)
     return _gradients(call, grads, [band] * 3, band)
 
 
 def _gradients(
-    call: Call, grads: list[Tensor | None], rows: list[Rows], of_mask: Band | None
+    call: Call, grads: list[Tensor | None], rows: list[Rows], mask_band: Band | None
 ) -> tuple[Part | None, ...]:
     mask = call.mask
-    rows_of_mask: Rows = PARTIAL
-    if mask is not None and of_mask is not None and not broadcasts(mask, of_mask):
-        rows_of_mask = of_mask
-    parts = zip(grads, [*rows, rows_of_mask], strict=True)
+    mask_rows: Rows = PARTIAL
+    if mask is not None and mask_band is not None and not broadcasts(mask, mask_band):
+        mask_rows = mask_band
+    parts = zip(grads, [*rows, mask_rows], strict=True)
     results = tuple(None if x is None else Part(x, each) for x, each in parts)
     return results[: len(schema_of(call.func).returns)]
 
@@ -399,8 +399,8 @@ def _attend_from_rows(call: Call) -> Any:
     out, sums, *rest = results
     sums = _sums(call.func, out, sums)
     has_bands = any(is_band(x) for x in call.tensors[1:])
-    of_sums = _rows_of_sums(call.band, sums.ndim)
-    return _results((out, sums, *rest), call.band, of_sums, kept if has_bands else None)
+    sums_rows = _sums_band(call.band, sums.ndim)
+    return _results((out, sums, *rest), call.band, sums_rows, kept if has_bands else None)
 
 
 def _attend_from_rows_backward(call: Call) -> Any:
@@ -408,7 +408,7 @@ def _attend_from_rows_backward(call: Call) -> Any:
     sums, grad_name = values["logsumexp"], _names(call.func)[0]
     local = _local_queries(call, _kept(sums) or _fetched_keys(call))
     local |= {name: with_rows(values[name], band, domain) for name in (grad_name, "out")}
-    local["logsumexp"] = with_rows(sums, _rows_of_sums(band, sums.ndim), domain)
+    local["logsumexp"] = with_rows(sums, _sums_band(band, sums.ndim), domain)
     grads = _run_rows_backward(call, values | local, band.bounds[domain.rank])
     rows: list[Rows] = [band]
     for i, x in enumerate(call.tensors[1:], 1):
@@ -447,8 +447,8 @@ def _attend_to_rows(call: Call) -> Any:
         sums = sums.masked_fill(is_masked.view(*is_masked.shape, *[1] * (sums.ndim - 3)), -inf)
     both = torch.cat([out.to(sums.dtype), sums.view(*out.shape[:-1], 1)], -1)
     parts = [(y[..., :-1], y[..., -1]) for y in call.domain.transport.all_gather(both)]
-    total, sums_of_all = _merged(parts)
-    return _results((total.to(out.dtype), sums_of_all.view(sums.shape), *rest), WHOLE, WHOLE)
+    total, all_sums = _merged(parts)
+    return _results((total.to(out.dtype), all_sums.view(sums.shape), *rest), WHOLE, WHOLE)
 
 
 def _attend_to_rows_backward(call: Call) -> Any:
@@ -463,29 +463,32 @@ def _attend_to_rows_backward(call: Call) -> Any:
 
 
 def _blocks(call: Call) -> list[Blocks]:
-    shares, ranks = call.way.shares, call.domain.ranks
-    assert shares is not None
+    split, ranks = call.way.split, call.domain.ranks
+    assert split is not None
     query, *others = call.tensors
     bands = RowPartition(query.rows.bounds)
-    heads = shares.heads(query.shape[shares.dim], ranks)
-    blocks = [Blocks(bands, shares.dim, shares.rows(bands), heads)]
+    heads = split.heads(query.shape[split.dim], ranks)
+    blocks = [Blocks(bands, split.dim, split.rows(bands), heads)]
     for x in others:
-        all_of_them = ((0, x.shape[-2]),) * ranks
-        blocks.append(Blocks(RowPartition(x.rows.bounds), shares.dim, all_of_them, heads))
+        all_rows_each = ((0, x.shape[-2]),) * ranks
+        blocks.append(Blocks(RowPartition(x.rows.bounds), split.dim, all_rows_each, heads))
     return blocks
 
 
-def _of_block(mask: Tensor, of_query: Blocks, rank: int) -> Tensor:
-    for dim, (start, stop) in ((of_query.dim, of_query.heads[rank]), (-2, of_query.rows[rank])):
+def _mask_block(mask: Tensor, query_blocks: Blocks, rank: int) -> Tensor:
+    for dim, (start, stop) in (
+        (query_blocks.dim, query_blocks.heads[rank]),
+        (-2, query_blocks.rows[rank]),
+    ):
         if mask.ndim >= -dim and mask.shape[dim] != 1:
             mask = mask.narrow(dim, start, stop - start)
     return mask
 
 
-def _local_block(call: Call, tensors: Sequence[Tensor], of_query: Blocks) -> Locals:
+def _local_block(call: Call, tensors: Sequence[Tensor], query_blocks: Blocks) -> Locals:
     local = dict(zip(("query", "key", "value", "out"), tensors, strict=False))
     if call.mask is not None:
-        local[call.mask_name] = _of_block(whole(call.mask), of_query, call.domain.rank)
+        local[call.mask_name] = _mask_block(whole(call.mask), query_blocks, call.domain.rank)
     return local
 
 
@@ -512,18 +515,18 @@ def _attend_in_blocks_backward(call: Call) -> Any:
     local = _local_block(call, kept, blocks[0])
     local |= {grad_name: grad, "logsumexp": whole(values["logsumexp"])}
     first = blocks[0].rows[domain.rank][0]
-    *grads, of_mask = _run_rows_backward(call, values | local, first)
+    *grads, mask_grad = _run_rows_backward(call, values | local, first)
     wanted = [(i, x) for i, x in enumerate(grads) if x is not None]
     own = exchange_to_bands(
         [x for _, x in wanted], [blocks[i] for i, _ in wanted], domain.transport
     )
     for (i, _), x in zip(wanted, own, strict=True):
         grads[i] = x
-    if of_mask is not None:
-        total = of_mask.new_zeros(call.mask.shape)
-        _of_block(total, blocks[0], domain.rank).copy_(of_mask)
-        of_mask = total
-    return _gradients(call, [*grads, of_mask], [x.rows for x in call.tensors], None)
+    if mask_grad is not None:
+        total = mask_grad.new_zeros(call.mask.shape)
+        _mask_block(total, blocks[0], domain.rank).copy_(mask_grad)
+        mask_grad = total
+    return _gradients(call, [*grads, mask_grad], [x.rows for x in call.tensors], None)
 
 
 FORWARD = {

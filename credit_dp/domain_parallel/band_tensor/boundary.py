@@ -55,9 +55,9 @@ from credit_dp.domain_parallel.band_tensor.parameters import (
     EnteredTensors,
     add_hook,
     enter_whole,
+    gradient_share,
     remove_hook,
     share,
-    share_of_gradient,
 )
 from credit_dp.domain_parallel.band_tensor.random import same_random_numbers
 from credit_dp.domain_parallel.band_tensor.tensor import (
@@ -114,7 +114,7 @@ class Enter(torch.autograd.Function):
         if not isinstance(rows, Band):
             return BandTensor(local, rows, domain, x.stride(), int(x.storage_offset()))
         # Views of it have to be what they are on one process, which has no gaps between rows.
-        memory_format = format_of_all_bands(x)
+        memory_format = global_memory_format(x)
         local = local.contiguous(memory_format=memory_format)
         if memory_format is torch.contiguous_format:
             return BandTensor(local, rows, domain)
@@ -130,7 +130,7 @@ class Enter(torch.autograd.Function):
         if rows is PARTIAL:  # the ranks' tensors differ, and each has all of the gradient
             return whole(grad), None, None
         if rows is WHOLE:
-            return share_of_gradient(grad, domain), None, None
+            return gradient_share(grad, domain), None, None
         local: Tensor = Leave.apply(grad, rows, domain)  # type: ignore[no-untyped-call]
         return _scaled(local, domain.loss_factor), None, None
 
@@ -159,7 +159,7 @@ def _scaled(grad: Tensor, factor: float) -> Tensor:
     return grad if factor == 1 else grad * factor
 
 
-def format_of_all_bands(x: Tensor) -> torch.memory_format:
+def global_memory_format(x: Tensor) -> torch.memory_format:
     """Return the memory format of a field from that of a band, also of an empty one.
 
     Contiguous, if dimensions are in another order than in the two formats: that is not seen from a
@@ -256,14 +256,14 @@ class Inputs:
     """The inputs of a model: which are bands, by the planned shapes; samples and rows may differ.
 
     Args:
-        of_stage: whether the model is a stage of a pipeline. Its inputs are then as `take_outputs`
+        is_stage: whether the model is a stage of a pipeline. Its inputs are then as `take_outputs`
             of the stage before has left them, and each has the shape at its position.
     """
 
-    def __init__(self, domain: Domain, shapes: Sequence[Sequence[int]], of_stage: bool) -> None:
+    def __init__(self, domain: Domain, shapes: Sequence[Sequence[int]], is_stage: bool) -> None:
         self.domain = domain
-        self.of_stage = of_stage
-        self.shapes = [tuple(shape) for shape in shapes if of_stage or is_banded(tuple(shape))]
+        self.is_stage = is_stage
+        self.shapes = [tuple(shape) for shape in shapes if is_stage or is_banded(tuple(shape))]
         self.whole_shapes = [tuple(shape) for shape in shapes if not is_banded(tuple(shape))]
 
     def _rows_of(self, height: int) -> int:
@@ -294,7 +294,7 @@ class Inputs:
                 entered[id(x)] = (x, self._enter(x, find_rows(x)))
             return entered[id(x)][1]
 
-        if self.of_stage:
+        if self.is_stage:
             pairs = zip(args, self.shapes, strict=True)
             args = tuple(enter(x, partial(self._rows_of_state, shape=shape)) for x, shape in pairs)
         else:
@@ -378,11 +378,11 @@ def write_inputs_back(entered: Sequence[tuple[Tensor, Tensor]]) -> None:
 # ---------------------------------------------------------------- outputs
 
 
-def take_outputs(output: Any, domain: Domain, of_stage: bool = False) -> Any:
+def take_outputs(output: Any, domain: Domain, is_stage: bool = False) -> Any:
     """Return the output of a model outside of it: rows of fields as bands, the rest whole.
 
     Args:
-        of_stage: whether the model is a stage of a pipeline, whose outputs are sent: messages need
+        is_stage: whether the model is a stage of a pipeline, whose outputs are sent: messages need
             contiguous tensors.
     """
     domain.outputs = WeakIdKeyDictionary()
@@ -393,7 +393,7 @@ def take_outputs(output: Any, domain: Domain, of_stage: bool = False) -> Any:
         if id(x) not in taken:
             rows = rows_outside(x.shape, domain)
             local = leave(x, rows, domain)
-            taken[id(x)] = local.contiguous() if of_stage else local
+            taken[id(x)] = local.contiguous() if is_stage else local
             domain.outputs[taken[id(x)]] = rows
         return taken[id(x)]
 
@@ -438,11 +438,11 @@ def take_attributes(model: nn.Module, domain: Domain) -> None:
             for name, x in table.items():
                 if type(x) is BandTensor:
                     table[name] = take(x, True)
-        seen.update(id(x) for name, x in vars(module).items() if name in OF_TORCH)
+        seen.update(id(x) for name, x in vars(module).items() if name in MODULE_ATTRIBUTES)
         take_entries(vars(module))
 
 
-OF_TORCH = frozenset(vars(nn.Module()))  # attributes of every module
+MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))  # attributes of every module
 
 
 def _taken(x: BandTensor, domain: Domain, is_buffer: bool) -> Tensor:
@@ -520,19 +520,19 @@ class GlobalCall:
         except UserError as caught:
             error = caught
         ending.enter_context(same_random_numbers(domain, model, tensors, error))
-        tensors_of_model = EnteredTensors(domain)
-        ending.callback(tensors_of_model.leave)
-        before = _entered_tensors.set(tensors_of_model)
+        model_tensors = EnteredTensors(domain)
+        ending.callback(model_tensors.leave)
+        before = _entered_tensors.set(model_tensors)
         ending.callback(_entered_tensors.reset, before)
         for module in all_modules(model):
-            tensors_of_model.enter(module, is_start=True)
+            model_tensors.enter(module, is_start=True)
         ending.enter_context(filling.open_tensors(domain))
         return args, kwargs, entered
 
     def finish(self, output: Any, entered: Sequence[tuple[Tensor, Tensor]]) -> Any:
         """Return the output of a forward outside of the model."""
         with disable_torch_function():  # none of these are functions of the model
-            result = take_outputs(output, self.domain, self.inputs.of_stage)
+            result = take_outputs(output, self.domain, self.inputs.is_stage)
             take_attributes(self.model, self.domain)
             write_inputs_back(entered)
             return result
@@ -617,15 +617,15 @@ def enter_module(module: nn.Module, args: Any) -> None:
     """
     if torch.compiler.is_compiling():  # another model: one with a domain is not compiled
         return
-    tensors_of_model = _entered_tensors.get()
+    model_tensors = _entered_tensors.get()
     if args and type(args[0]) is BandTensor:  # nearly all calls
-        if tensors_of_model is not None:
-            tensors_of_model.enter(module)
+        if model_tensors is not None:
+            model_tensors.enter(module)
         return
     tensors = [x for x in tree_leaves(args) if isinstance(x, Tensor)]
     is_plain = BandTensor not in map(type, tensors)
-    if tensors_of_model is not None:
-        tensors_of_model.enter(module)
+    if model_tensors is not None:
+        model_tensors.enter(module)
         if is_plain and tensors and any(x is not None for x in parameters_of(module).values()):
             _check_caller(module)
         return
@@ -675,12 +675,12 @@ def attach_domain(
     manager: DomainParallelManager,
     input_shapes: Sequence[Sequence[int]],
     *,
-    of_stage: bool = False,
+    is_stage: bool = False,
 ) -> Domain:
     """Let a model compute on tensors of the globe, in place; its parameters keep their names.
 
     Args:
-        of_stage: whether the model is a stage of a pipeline, see `Inputs`.
+        is_stage: whether the model is a stage of a pipeline, see `Inputs`.
 
     Returns:
         the domain, which counts what runs whole.
@@ -694,7 +694,7 @@ def attach_domain(
     for parameter in model.parameters():
         add_hook(parameter)  # before those of users
     model.__dict__[DOMAIN_ATTRIBUTE] = domain
-    model.__dict__[CALL_ATTRIBUTE] = GlobalCall(model, Inputs(domain, input_shapes, of_stage))
+    model.__dict__[CALL_ATTRIBUTE] = GlobalCall(model, Inputs(domain, input_shapes, is_stage))
     return domain
 
 

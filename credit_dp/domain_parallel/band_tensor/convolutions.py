@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from credit_dp.domain_parallel.band_tensor.fetched import (
-    Known,
-    gradient_of_band,
-    known_rows,
+    AvailableRows,
+    available_rows,
+    band_gradient,
     start_reading,
 )
 from credit_dp.domain_parallel.band_tensor.moving import (
@@ -101,7 +101,7 @@ class Settings(NamedTuple):
         return self._replace(padding=tuple(values), output_padding=tuple(outer))
 
 
-class Plan(NamedTuple):
+class NeededRows(NamedTuple):
     """How a rank convolves a band.
 
     Attributes:
@@ -124,7 +124,9 @@ class Plan(NamedTuple):
 
 
 @lru_cache(65536)
-def _plan(band: Band, out_bounds: Sizes, settings: Settings, taps: int, rank: int) -> Plan:
+def _needed_rows(
+    band: Band, out_bounds: Sizes, settings: Settings, taps: int, rank: int
+) -> NeededRows:
     dim, height = band.dim, band.height
     windows = settings.along_rows(taps, dim)
     outs = [slice(a, b) for a, b in pairwise(out_bounds)]
@@ -151,7 +153,7 @@ def _plan(band: Band, out_bounds: Sizes, settings: Settings, taps: int, rank: in
     halo = None
     if _can_overlap(windows, settings.transposed, band.bounds, out_bounds):
         halo = exchange_of(band.bounds, tuple(_halo(windows, each, height) for each in outs), rank)
-    return Plan(
+    return NeededRows(
         band._replace(bounds=out_bounds), exchange, inner, cut, halo, halo_settings, is_empty
     )
 
@@ -169,7 +171,7 @@ def _halo(windows: Windows, out: slice, height: int) -> tuple[RowRange, ...]:
     return (*north, *windows.rows_between(out.stop, stop, out, height, "zeros"))
 
 
-def _plan_of(x: BandTensor, weight: Tensor, settings: Settings) -> Plan | None:
+def _find_needed_rows(x: BandTensor, weight: Tensor, settings: Settings) -> NeededRows | None:
     band = x.band
     taps = weight.shape[band.dim]
     height = settings.out_size(band.height, taps, band.dim)
@@ -178,7 +180,7 @@ def _plan_of(x: BandTensor, weight: Tensor, settings: Settings) -> Plan | None:
     bounds = band.bounds
     if height != band.height or settings.stride[band.dim] != 1:
         bounds = x.domain.bounds(height)
-    return _plan(band, bounds, settings, taps, x.domain.rank)
+    return _needed_rows(band, bounds, settings, taps, x.domain.rank)
 
 
 def _is_small(x: BandTensor) -> bool:
@@ -233,33 +235,35 @@ def convolution(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
         if x.local.shape[0] == 0:
             return Part(x.local.new_empty(_sizes_of_result(x.local, weight, settings)), x.rows)
         return Part(func(x.local, weight, bias, *settings), x.rows)
-    plan = _plan_of(x, weight, settings)
-    if plan is None:
+    needed = _find_needed_rows(x, weight, settings)
+    if needed is None:
         return run_whole(func, args, kwargs)
-    return Part(_convolve(func, x, weight, bias, plan), plan.out)
+    return Part(_convolve(func, x, weight, bias, needed), needed.out)
 
 
-def _convolve(func: Any, x: BandTensor, weight: Tensor, bias: Tensor | None, plan: Plan) -> Tensor:
-    dim, is_small = plan.out.dim, _is_small(x)
-    if plan.halo is not None and not is_small:
-        finish = start_reading(x, plan.halo)
-        halo = Halo(plan.halo, x.domain.transport, NO_PADDING, dim)
-        y, _ = convolve_with_halo(x.local, weight, bias, plan.halo_settings, halo, finish)
+def _convolve(
+    func: Any, x: BandTensor, weight: Tensor, bias: Tensor | None, needed: NeededRows
+) -> Tensor:
+    dim, is_small = needed.out.dim, _is_small(x)
+    if needed.halo is not None and not is_small:
+        finish = start_reading(x, needed.halo)
+        halo = Halo(needed.halo, x.domain.transport, NO_PADDING, dim)
+        y, _ = convolve_with_halo(x.local, weight, bias, needed.halo_settings, halo, finish)
         return y
-    rows = start_reading(x, plan.wanted, keeps_wide=is_small)()
-    if plan.is_empty:
-        sizes = _sizes_of_result(x, weight, plan.settings)
+    rows = start_reading(x, needed.wanted, keeps_wide=is_small)()
+    if needed.is_empty:
+        sizes = _sizes_of_result(x, weight, needed.settings)
         sizes[dim] = 0
         return rows.new_empty(sizes)
-    if plan.cut is None:
-        y = func(rows, weight, bias, *plan.settings)
+    if needed.cut is None:
+        y = func(rows, weight, bias, *needed.settings)
         assert isinstance(y, Tensor)
         return y
 
     def convolve(bias: Tensor | None) -> Tensor:
-        return func(rows, weight, bias, *plan.settings)  # type: ignore[no-any-return]
+        return func(rows, weight, bias, *needed.settings)  # type: ignore[no-any-return]
 
-    return convolve_transposed(convolve, bias, plan.cut, dim, x.ndim - 2)
+    return convolve_transposed(convolve, bias, needed.cut, dim, x.ndim - 2)
 
 
 def _contract_rows(
@@ -337,17 +341,17 @@ def convolution_backward(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any
     if _is_local(x):
         local = with_rows(grad, x.rows, domain)
         if local.shape[0] == 0:
-            of_x = torch.empty_like(x.local)
-            return _no_gradients(Part(of_x, x.rows), weight, bias_sizes, needs)
-        of_x, *others = compute(local, x.local, settings, needs)
-        return [_part(of_x, x.rows), *(_part(part, PARTIAL) for part in others)]
-    plan = _plan_of(x, weight, settings)
-    if plan is None:
+            grad_x = torch.empty_like(x.local)
+            return _no_gradients(Part(grad_x, x.rows), weight, bias_sizes, needs)
+        grad_x, *others = compute(local, x.local, settings, needs)
+        return [_part(grad_x, x.rows), *(_part(part, PARTIAL) for part in others)]
+    needed = _find_needed_rows(x, weight, settings)
+    if needed is None:
         return run_whole(func, args, kwargs)
-    local = with_rows(grad, plan.out, domain)
-    if plan.halo is not None and not _is_small(x):
-        return _gradients_with_halo(local, x, weight, plan, needs)
-    return _gradients(compute, local, x, weight, bias_sizes, plan, needs)
+    local = with_rows(grad, needed.out, domain)
+    if needed.halo is not None and not _is_small(x):
+        return _gradients_with_halo(local, x, weight, needed, needs)
+    return _gradients(compute, local, x, weight, bias_sizes, needed, needs)
 
 
 def _cut_like(grad: Any, x: Any, domain: Domain) -> Any:
@@ -364,43 +368,45 @@ def _part(x: Tensor | None, rows: Any) -> Part | None:
 
 
 def _no_gradients(
-    of_x: Part, weight: Tensor, bias_sizes: Sequence[int] | None, needs: Sequence[bool]
+    grad_x: Part, weight: Tensor, bias_sizes: Sequence[int] | None, needs: Sequence[bool]
 ) -> list[Part | None]:
     return [
-        of_x if needs[0] else None,
+        grad_x if needs[0] else None,
         Part(torch.zeros_like(weight), PARTIAL) if needs[1] else None,
         Part(weight.new_zeros(bias_sizes or ()), PARTIAL) if needs[2] else None,
     ]
 
 
 def _gradients_with_halo(
-    grad: Tensor, x: BandTensor, weight: Tensor, plan: Plan, needs: Sequence[bool]
+    grad: Tensor, x: BandTensor, weight: Tensor, needed: NeededRows, needs: Sequence[bool]
 ) -> list[Part | None]:
     """Return gradients; those of the halo travel while those of the band are computed."""
-    band, exchange = plan.out, plan.halo
+    band, exchange = needed.out, needed.halo
     assert exchange is not None
     halo = Halo(exchange, x.domain.transport, NO_PADDING, band.dim)
-    known = known_rows(x, exchange)
-    rows = None if known is None else known.rows(x)
+    available = available_rows(x, exchange)
+    rows = None if available is None else available.rows(x)
     unsent: list[tuple[RowExchange, Tensor]] = []
 
-    def keep_gradients(known: Known) -> Callable[[Tensor], Callable[[Tensor], None]]:
-        def keep(of_halo: Tensor) -> Callable[[Tensor], None]:
-            unsent.extend(known.unsent(of_halo, band.dim))
-            return lambda of_band: None
+    def keep_gradients(available: AvailableRows) -> Callable[[Tensor], Callable[[Tensor], None]]:
+        def keep(grad_halo: Tensor) -> Callable[[Tensor], None]:
+            unsent.extend(available.unsent(grad_halo, band.dim))
+            return lambda grad_band: None
 
         return keep
 
-    is_shared = known is not None and known.is_shared
-    return_gradients = keep_gradients(known) if known and is_shared else halo.return_gradients
+    is_shared = available is not None and available.is_shared
+    return_gradients = (
+        keep_gradients(available) if available and is_shared else halo.return_gradients
+    )
     mask: Mask = (needs[0], needs[1], needs[2])
-    of_x, of_weight, of_bias = band_gradients(
-        grad, x.local, weight, rows, mask, plan.halo_settings, halo, return_gradients
+    grad_x, grad_weight, grad_bias = band_gradients(
+        grad, x.local, weight, rows, mask, needed.halo_settings, halo, return_gradients
     )
     return [
-        Part(of_x, band, unsent=tuple(unsent)) if needs[0] and of_x is not None else None,
-        _part(of_weight, PARTIAL) if needs[1] else None,
-        _part(of_bias, PARTIAL) if needs[2] else None,
+        Part(grad_x, band, unsent=tuple(unsent)) if needs[0] and grad_x is not None else None,
+        _part(grad_weight, PARTIAL) if needs[1] else None,
+        _part(grad_bias, PARTIAL) if needs[2] else None,
     ]
 
 
@@ -410,32 +416,32 @@ def _gradients(
     x: BandTensor,
     weight: Tensor,
     bias_sizes: Sequence[int] | None,
-    plan: Plan,
+    needed: NeededRows,
     needs: Sequence[bool],
 ) -> list[Part | None]:
-    dim = plan.out.dim
-    known = known_rows(x, plan.wanted)
-    if plan.wanted.is_identity:
+    dim = needed.out.dim
+    available = available_rows(x, needed.wanted)
+    if needed.wanted.is_identity:
         rows = x.local
-    elif known is not None:
-        rows = known.rows(x)
+    elif available is not None:
+        rows = available.rows(x)
     elif needs[1]:
-        rows = fetch(x.local, x.band, plan.wanted.required_rows, x.domain)
+        rows = fetch(x.local, x.band, needed.wanted.required_rows, x.domain)
     else:  # only the gradient of the weight needs values
-        rows = empty_rows_like(x.local, dim, plan.wanted.length)
-    if plan.is_empty:
-        of_x: Tensor | None = rows
-        gradients = _no_gradients(Part(rows, plan.out), weight, bias_sizes, needs)
+        rows = empty_rows_like(x.local, dim, needed.wanted.length)
+    if needed.is_empty:
+        grad_x: Tensor | None = rows
+        gradients = _no_gradients(Part(rows, needed.out), weight, bias_sizes, needs)
     else:
-        of_bias = None
-        if plan.cut is not None:
-            if needs[2] and not plan.cut.is_reached:
-                of_bias = grad.sum([d for d in range(grad.ndim) if d != 1])
-            grad = pad_rows(grad, dim, -plan.cut.north, -plan.cut.south)
-        mask = (needs[0], needs[1], needs[2] and of_bias is None)
-        of_x, of_weight, found = compute(grad, rows, plan.settings, mask)
-        of_bias = found if of_bias is None else of_bias
-        gradients = [None, _part(of_weight, PARTIAL), _part(of_bias, PARTIAL)]
-    if needs[0] and of_x is not None:
-        gradients[0] = gradient_of_band(x, of_x, plan.wanted)
+        grad_bias = None
+        if needed.cut is not None:
+            if needs[2] and not needed.cut.is_reached:
+                grad_bias = grad.sum([d for d in range(grad.ndim) if d != 1])
+            grad = pad_rows(grad, dim, -needed.cut.north, -needed.cut.south)
+        mask = (needs[0], needs[1], needs[2] and grad_bias is None)
+        grad_x, grad_weight, found = compute(grad, rows, needed.settings, mask)
+        grad_bias = found if grad_bias is None else grad_bias
+        gradients = [None, _part(grad_weight, PARTIAL), _part(grad_bias, PARTIAL)]
+    if needs[0] and grad_x is not None:
+        gradients[0] = band_gradient(x, grad_x, needed.wanted)
     return gradients

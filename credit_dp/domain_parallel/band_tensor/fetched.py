@@ -51,7 +51,7 @@ class _Segment(NamedTuple):
 @final
 @dataclass(frozen=True)
 class Assembly:
-    """How this rank's rows are put together from what it has: band 0, then the known rows."""
+    """How this rank's rows are put together from what it has: band 0, then the fetched rows."""
 
     segments: tuple[_Segment, ...]
 
@@ -68,7 +68,7 @@ class Assembly:
             return local.narrow(dim, 0, 0)
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
-    def gradient_of_band(self, grad: Tensor, rows: int, dim: int) -> Tensor:
+    def band_gradient(self, grad: Tensor, rows: int, dim: int) -> Tensor:
         """Return the part of a gradient that the band has; the adjoint of `join`."""
         starts = accumulate((length for _, _, length in self.segments), initial=0)
         each = zip(self.segments, starts, strict=False)
@@ -81,7 +81,7 @@ class Assembly:
         return total
 
     def gradients(self, grad: Tensor, lengths: Sequence[int], dim: int) -> list[Tensor]:
-        """Return the gradients of the known rows, of which the band is no part.
+        """Return the gradients of the fetched rows, of which the band is no part.
 
         The adjoint of `join`; `lengths` are the numbers of rows of each source but the band.
         """
@@ -97,19 +97,19 @@ class Assembly:
 
 @lru_cache(4096)
 def find_rows(
-    wanted: RowExchange, known: tuple[RowExchange, ...]
+    wanted: RowExchange, fetched: tuple[RowExchange, ...]
 ) -> tuple[RowExchange | None, Assembly]:
     """Return the exchange of what is missing on any rank, if it is, and where all rows are then."""
     missing = []
     for rank in range(wanted.partition.ranks):
         band = wanted.partition.rows(rank)
         there = set(range(band.start, band.stop)).union(
-            *(_plain_rows(exchange.required_rows[rank]) for exchange in known)
+            *(_plain_rows(exchange.required_rows[rank]) for exchange in fetched)
         )
         missing.append(_as_ranges(sorted(_plain_rows(wanted.required_rows[rank]) - there)))
     exchange = RowExchange(wanted.partition, tuple(missing), wanted.rank) if any(missing) else None
     sources: dict[int, tuple[int, int]] = {}  # of each row: which source, and where in it
-    for i, other in enumerate((*known, *([exchange] if exchange else []))):
+    for i, other in enumerate((*fetched, *([exchange] if exchange else []))):
         first = 0
         for rows in other.required_rows[wanted.rank]:
             if not rows.zero_filled:
@@ -180,7 +180,7 @@ def start_reading(
     return read
 
 
-class Known(NamedTuple):
+class AvailableRows(NamedTuple):
     """Rows of an exchange that a rank has.
 
     Attributes:
@@ -207,16 +207,16 @@ class Known(NamedTuple):
         return tuple(zip(self.fetched.exchanges, gradients, strict=True))
 
 
-def known_rows(x: BandTensor, wanted: RowExchange) -> Known | None:
+def available_rows(x: BandTensor, wanted: RowExchange) -> AvailableRows | None:
     """Return the rows of an exchange if no rank misses any."""
     fetched = _fetched_rows(x)
     if fetched is None:
         return None
     missing, assembly = find_rows(wanted, fetched.exchanges)
-    return Known(assembly, fetched) if missing is None else None
+    return AvailableRows(assembly, fetched) if missing is None else None
 
 
-def gradient_of_band(x: BandTensor, grad: Tensor, wanted: RowExchange) -> Part:
+def band_gradient(x: BandTensor, grad: Tensor, wanted: RowExchange) -> Part:
     """Return the gradient of a band from that of the rows of an exchange; a collective.
 
     Nothing is sent yet if several operators have read rows of the band, and nothing at all if no
@@ -225,11 +225,11 @@ def gradient_of_band(x: BandTensor, grad: Tensor, wanted: RowExchange) -> Part:
     band = x.band
     if wanted.is_identity:
         return Part(grad, band)
-    known = known_rows(x, wanted)
-    if known is None or (known.fetched.rows and not known.is_shared):
+    available = available_rows(x, wanted)
+    if available is None or (available.fetched.rows and not available.is_shared):
         return Part(return_gradients(grad, wanted, x.domain.transport, band.dim), band)
-    own = known.assembly.gradient_of_band(grad, band.sizes(x.domain.rank), band.dim)
-    return Part(own, band, unsent=known.unsent(grad, band.dim))
+    own = available.assembly.band_gradient(grad, band.sizes(x.domain.rank), band.dim)
+    return Part(own, band, unsent=available.unsent(grad, band.dim))
 
 
 def _fetched_rows(x: BandTensor) -> FetchedRows | None:

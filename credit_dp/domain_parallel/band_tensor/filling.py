@@ -167,7 +167,7 @@ def with_height(band: Band, size: int, domain: Domain) -> Band:
     return band if band.size == size else Band(band.dim, 1, domain.bounds(size))
 
 
-def lay_out(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def prepare_write(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Give an open tensor memory of its own before it is written to, and bands if it gets some."""
     x = args[0]
     chain = [x]
@@ -177,11 +177,11 @@ def lay_out(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     band = None
     if root.is_open:
         band = BANDS_WRITTEN.get(func, at_the_same_place)(args, kwargs)
-        band = band and band_of_base(x, band, root)
+        band = band and base_band(x, band, root)
     is_new, local = is_one_number(root.local), root.local
     spectrum = None
     if band is not None and x is not root and root.is_zero and root.dtype.is_complex:
-        spectrum = band_of_spectrum(x, args[1], root)
+        spectrum = spectrum_band(x, args[1], root)
         band = spectrum or band
     if root.is_open and band is not None and band != root.rows:
         if is_new:
@@ -202,7 +202,7 @@ def lay_out(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         compute_again(y)
 
 
-def band_of_spectrum(x: BandTensor, values: Any, base: BandTensor) -> Band | None:
+def spectrum_band(x: BandTensor, values: Any, base: BandTensor) -> Band | None:
     """Return bands of zeros to whose first entries the others of a spectrum are written.
 
     No entry moves, though one rank gets all of the zeros: the transform that reads them sends none.
@@ -231,7 +231,7 @@ def note_zeros(x: BandTensor, rows: Band, count: int, version: int) -> None:
 def keep_whole(x: BandTensor) -> None:
     """Let an open tensor stay whole: something else shares its memory from now on."""
     if x.is_open:
-        lay_out(None, (x,), {})
+        prepare_write(None, (x,), {})
     root = x
     while root.origin is not None and type(root.origin.base) is BandTensor:
         root = root.origin.base
@@ -247,7 +247,7 @@ def close(x: BandTensor) -> None:
             close(view)
 
 
-BandTensor.lay_out = staticmethod(lay_out)
+BandTensor.prepare_write = staticmethod(prepare_write)
 BandTensor.keep_whole = staticmethod(keep_whole)
 
 
@@ -257,7 +257,7 @@ def hold(x: BandTensor, local: Tensor) -> None:
     x.local = describe(x).in_order(local)
 
 
-def band_of_base(x: BandTensor, band: Band, base: BandTensor) -> Band | None:
+def base_band(x: BandTensor, band: Band, base: BandTensor) -> Band | None:
     """Return bands of a base whose view has others; None if they are in no dimension of it.
 
     Strides say which dimension that is, and which part of it the view shows.

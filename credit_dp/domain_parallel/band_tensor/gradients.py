@@ -77,7 +77,7 @@ LINEAR = (
 
 
 @extend(*(f"{name}.default" for name in LINEAR))
-def of_gradient(rule: Rule, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def linear_in_gradient(rule: Rule, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Return what a rank's part of a gradient makes, which is a part of what the gradient makes."""
     grad, *others = args
     if not is_unsummed(grad) or not _are_whole((others, kwargs)):
@@ -92,7 +92,7 @@ def _are_whole(values: Any) -> bool:
     return all(type(x) is not BandTensor or x.rows is WHOLE for x in tensors_in(values))
 
 
-def _of_sums(
+def _sum_parts(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], terms: tuple[int, ...]
 ) -> Part | None:
     """Return the parts of an operator that is linear in all of its terms together.
@@ -118,20 +118,20 @@ def _of_sums(
 @extend("where.self")
 def where(rule: Rule, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Return entries of two tensors, of which one may be a gradient in parts."""
-    return _of_sums(func, args, kwargs, (1, 2)) or rule(func, args, kwargs)
+    return _sum_parts(func, args, kwargs, (1, 2)) or rule(func, args, kwargs)
 
 
 @extend("index_add.default")
 def index_add(rule: Rule, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Add entries at indices, as the gradient of a selection does."""
-    return _of_sums(func, args, kwargs, (0, 3)) or rule(func, args, kwargs)
+    return _sum_parts(func, args, kwargs, (0, 3)) or rule(func, args, kwargs)
 
 
 @extend("index_put.default")
 def index_put(rule: Rule, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Add entries at indices, as the gradient of an indexed tensor does."""
     is_added = len(args) > 3 and args[3]
-    found = _of_sums(func, args, kwargs, (0, 2)) if is_added else None
+    found = _sum_parts(func, args, kwargs, (0, 2)) if is_added else None
     return found or rule(func, args, kwargs)
 
 

@@ -42,11 +42,11 @@ from credit_dp.domain_parallel.band_tensor.tensor import (
     is_band,
     rule_for,
 )
-from credit_dp.domain_parallel.band_tensor.values import agreed, has_no_data
+from credit_dp.domain_parallel.band_tensor.values import has_no_data, same_values
 from credit_dp.domain_parallel.band_tensor.views import at, copy_to_write, dim_of, take_row
 from credit_dp.domain_parallel.bands.indices import (
     is_balanced,
-    ranges_of_ranks,
+    rank_ranges,
     source_bounds,
     taken_bounds,
 )
@@ -95,14 +95,14 @@ def is_mask(x: Any) -> bool:
     return isinstance(x, Tensor) and x.dtype in (torch.bool, torch.uint8)
 
 
-def known(index: Any, domain: Domain, size: int = 1) -> Any:
+def index_values(index: Any, domain: Domain, size: int = 1) -> Any:
     """Return an index of which all ranks know the values: these decide what is sent.
 
     A dry run may not know them. Then it counts messages as if the index named all rows of a
     dimension of `size`, in their order; of a mask torch raises that the number of entries depends
     on data.
     """
-    local = agreed(index, domain)
+    local = same_values(index, domain)
     if not isinstance(local, Tensor) or not has_no_data(local):
         return local
     found = None if domain.recorder is None else domain.recorder.value_of(local)
@@ -130,7 +130,7 @@ def without_masks(indices: Indices, domain: Domain) -> Indices:
     result: Indices = []
     for i in indices:
         if is_mask(i):
-            for numbers in known(i, domain).nonzero().unbind(1):
+            for numbers in index_values(i, domain).nonzero().unbind(1):
                 result.append(BandTensor(numbers, WHOLE, domain, numbers.stride()))
         else:
             result.append(i)
@@ -189,11 +189,11 @@ def taking_few(
         ends = list(pairwise(source))
         parts = [entries[a:b] for a, b in pairwise(bounds)]
         here = all(a <= i < b for part, (a, b) in zip(parts, ends, strict=True) for i in part)
-        required = ranges_of_ranks(entries, bounds)
+        required = rank_ranges(entries, bounds)
         held = source
     else:
         bounds, here = bounds or usual, False
-        band, required = unfolded_rows(Band(-1, outer, source), ranges_of_ranks(entries, bounds))
+        band, required = unfolded_rows(Band(-1, outer, source), rank_ranges(entries, bounds))
         held = band.bounds
     are_many = max(map(len, required)) > MOST_RANGES
     return Taking(bounds, here, None if are_many else required, held)
@@ -269,7 +269,7 @@ def index(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return Part(func(local, [whole(i) for i in indices]), layout)
     if not isinstance(rows, Band) and len(where.dims) == 1:
         (dim,) = where.dims
-        return index_rows(x, known(indices[dim], domain, x.shape[dim]), where)
+        return index_rows(x, index_values(indices[dim], domain, x.shape[dim]), where)
     if not isinstance(rows, Band):
         # Points: each rank reads those of its part of another dimension, or some points.
         free = [(n, -d) for d, n in enumerate(x.shape) if d not in where.dims and n >= domain.ranks]
@@ -322,7 +322,7 @@ def index_select(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     dim = dim % max(x.ndim, 1)
     if is_band(x):
         if dim == dim_of(x):
-            vector = known(vector, x.domain, x.shape[dim]).reshape(-1)
+            vector = index_values(vector, x.domain, x.shape[dim]).reshape(-1)
             return index_rows(x, vector, Places((dim,), dim, tuple(vector.shape), x.ndim))
         return Part(func(x.local, dim, whole(vector)), x.rows)
     if is_band(vector) and x.ndim:
@@ -377,7 +377,7 @@ def put_at_indices(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     where = places(indices, x.ndim)
     rows = x.rows
     if not isinstance(rows, Band):
-        points = band_of_points(values, indices, where)
+        points = point_band(values, indices, where)
         if adds and x.is_open and x.origin is None and points is not None:
             return add_points(x, indices, values, where, points)
         return put_whole(aten.index_put_.default, (x, indices, values, adds), {})
@@ -388,7 +388,7 @@ def put_at_indices(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
             x.local, [whole(i) for i in indices], with_rows(values, band, domain), adds
         )
     elif is_taken(values, indices, where) and (adds or rows.outer == 1):
-        put_taken(x, known(indices[dim], domain, x.shape[dim]), values, where, adds)
+        put_taken(x, index_values(indices[dim], domain, x.shape[dim]), values, where, adds)
     else:
         put_own(x, indices, values, where, adds)
     write_back(x)
@@ -420,7 +420,7 @@ def fill_masked(x: BandTensor, mask: Tensor, first: int, value: Tensor) -> Any:
     return BandTensor.__torch_dispatch__(masked_fill, (), (x, mask, value.reshape(())))
 
 
-def band_of_points(values: Any, indices: Indices, where: Places) -> Band | None:
+def point_band(values: Any, indices: Indices, where: Places) -> Band | None:
     """Return in which bands indices are that are added at; None if all ranks have all of them."""
     if not is_band(values):
         rows = common_rows([i for i in indices if i is not None])
@@ -463,12 +463,12 @@ def band_to_put(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Band | None:
         return None
     (dim,) = where.dims
     size, domain = x.shape[dim], x.domain
-    entries = numbers_from_0(known(indices[dim], domain, size), size).cpu().flatten()
+    entries = numbers_from_0(index_values(indices[dim], domain, size), size).cpu().flatten()
     is_gradient = adds and backward_pass() >= 0
     if is_gradient and domain.rows_read(index_key(entries, size)) is None:
         return None  # the gradient of a table that all ranks have: a sum of parts
     _, band = flat_values(values, where)
-    return band_of_rows(entries, band, at(band, dim, x.ndim), size, domain)
+    return source_band(entries, band, at(band, dim, x.ndim), size, domain)
 
 
 def index_key(entries: Tensor, size: int) -> Any:
@@ -476,7 +476,7 @@ def index_key(entries: Tensor, size: int) -> Any:
     return "index", size, tuple(entries.tolist()) if len(entries) <= MOST_ENTRIES else len(entries)
 
 
-def band_of_rows(entries: Tensor, taken: Band, band: Band, size: int, domain: Domain) -> Band:
+def source_band(entries: Tensor, taken: Band, band: Band, size: int, domain: Domain) -> Band:
     """Return in which bands rows were, most likely, that lie in others now.
 
     Args:
@@ -536,8 +536,8 @@ def put_taken(x: BandTensor, index: Tensor, values: BandTensor, where: Places, a
     part = take(local, order, band, taking(order, band, bounds, bounds), domain)
     first, stop = rows.bounds[domain.rank], rows.bounds[domain.rank + 1]
     own = named[(named >= first) & (named < stop)] - first
-    index_of_rows = [*[None] * dim_of(x), own.to(x.device)]
-    aten.index_put_.default(x.local, index_of_rows, part)
+    row_index = [*[None] * dim_of(x), own.to(x.device)]
+    aten.index_put_.default(x.local, row_index, part)
 
 
 def put_own(x: BandTensor, indices: Indices, values: Any, where: Places, adds: bool) -> None:
@@ -584,7 +584,7 @@ def write_at_vector(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     rows, is_field = x.rows, isinstance(source, Tensor) and source.ndim == x.ndim
     if not isinstance(rows, Band):
         return put_whole(func, args, kwargs)
-    vector = vector if is_band(vector) else known(vector, domain, x.shape[dim]).reshape(-1)
+    vector = vector if is_band(vector) else index_values(vector, domain, x.shape[dim]).reshape(-1)
     if dim != dim_of(x):
         source = with_rows(source, rows, domain) if is_field else whole(source)
         func(x.local, dim, whole(vector), source, *others, **kwargs)
@@ -620,8 +620,8 @@ def band_at_vector(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Band | None
         refresh(source)
         dim, size = dim % x.ndim, x.shape[dim]
         if is_in_bands_of(source, dim, vector) and isinstance(source.rows, Band):
-            entries = numbers_from_0(known(vector, x.domain, size).reshape(-1), size).cpu()
-            return band_of_rows(entries, source.rows, at(source.rows, dim, x.ndim), size, x.domain)
+            entries = numbers_from_0(index_values(vector, x.domain, size).reshape(-1), size).cpu()
+            return source_band(entries, source.rows, at(source.rows, dim, x.ndim), size, x.domain)
     return at_the_same_place(args, kwargs)
 
 

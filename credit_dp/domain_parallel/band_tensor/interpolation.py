@@ -40,18 +40,18 @@ from credit_dp.domain_parallel.band_tensor.tensor import (
 from credit_dp.domain_parallel.band_tensor.views import in_units
 from credit_dp.domain_parallel.bands.interpolation import (
     ADAPTIVE_AVERAGE,
-    MODES_OF_NEAREST,
+    NEAREST_MODES,
     RowOperator,
+    interpolation_rows,
+    interpolation_weights,
     is_identity,
-    rows_of_interpolation,
-    weights_of_interpolation,
-    weights_of_own_rows,
+    own_row_weights,
 )
 
 aten = torch.ops.aten
 
 UPSAMPLINGS = (
-    *(f"{kind}{n}d" for kind in MODES_OF_NEAREST for n in (1, 2, 3)),
+    *(f"{kind}{n}d" for kind in NEAREST_MODES for n in (1, 2, 3)),
     *("upsample_linear1d", "upsample_bilinear2d", "upsample_trilinear3d", "upsample_bicubic2d"),
     *("_upsample_bilinear2d_aa", "_upsample_bicubic2d_aa"),
 )
@@ -169,7 +169,7 @@ def resampling(
     """
     kind = re.sub(r"\dd", "", name)
     # torch rounds integers, and see `is_turned`.
-    is_linear = dtype.is_floating_point or kind in MODES_OF_NEAREST
+    is_linear = dtype.is_floating_point or kind in NEAREST_MODES
     if not is_linear or (name.endswith("_aa") and 1 in sizes):
         return None
     asks_corners = "linear" in name or "cubic" in name
@@ -188,9 +188,9 @@ def resample(x: BandTensor, call: Resampling, domain: Domain) -> Part:
         out = rows
     else:
         out = Band(rows.dim, 1, domain.bounds(operator.out_height))
-        band, required = unfolded_rows(rows, rows_of_interpolation(operator, out.bounds))
+        band, required = unfolded_rows(rows, interpolation_rows(operator, out.bounds))
         local = fetch(local, band, required, domain)
-        weights = weights_of_interpolation(operator, out.bounds, domain.rank, call.dim)
+        weights = interpolation_weights(operator, out.bounds, domain.rank, call.dim)
         local = local if weights is None else weights.apply(local)
     local = local if call.has_columns_first else call.columns(local)
     return Part((local.clone() if local is x.local else local).to(x.dtype), out)
@@ -204,8 +204,8 @@ def resample_backward(grad: Tensor, out: Band, call: Resampling, domain: Domain)
     rows = out
     if not is_identity(operator):
         rows = out._replace(bounds=domain.bounds(operator.height))
-        required = rows_of_interpolation(operator, out.bounds)
-        weights = weights_of_interpolation(operator, out.bounds, domain.rank, call.dim)
+        required = interpolation_rows(operator, out.bounds)
+        weights = interpolation_weights(operator, out.bounds, domain.rank, call.dim)
         if weights is not None:
             local = weights.adjoint(local, required[domain.rank][0].length)
         local = give_back(local.to(grad.dtype), rows, required, domain)
@@ -268,7 +268,7 @@ def average(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if not is_added_up(call, rows):
         return resample(x, call, domain)
     # Each rank adds its rows to those of the result, of which there are fewer than ranks.
-    weights = weights_of_own_rows(call.operator, rows.bounds, domain.rank, rows.dim)
+    weights = own_row_weights(call.operator, rows.bounds, domain.rank, rows.dim)
     local = call.columns(x.local) if call.has_columns_first else x.local
     if weights is None:
         sizes = list(local.shape)
@@ -300,7 +300,7 @@ def average_backward(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     if not is_added_up(call, rows):
         out = Band(rows.dim, 1, domain.bounds(call.operator.out_height))
         return resample_backward(with_rows(grad, out, domain), out, call, domain)
-    weights = weights_of_own_rows(call.operator, rows.bounds, domain.rank, rows.dim)
+    weights = own_row_weights(call.operator, rows.bounds, domain.rank, rows.dim)
     local = whole(grad)
     local = local if call.has_columns_first else call.columns_backward(local)
     local = local.narrow(rows.dim, 0, 0) if weights is None else weights.apply(local)
@@ -384,10 +384,10 @@ def sample_backward(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     if not isinstance(rows, Band) or rows.dim != GRID_ROWS:
         return run_whole(func, args, kwargs)
     local = with_rows(grad, rows._replace(dim=SAMPLE_ROWS), domain)
-    of_field, of_grid = func(local, whole(x), grid.local, *settings, mask)
-    parts = [None, Part(of_grid, rows) if mask[1] else None]
+    grad_field, grad_grid = func(local, whole(x), grid.local, *settings, mask)
+    parts = [None, Part(grad_grid, rows) if mask[1] else None]
     if mask[0]:
         height = x.shape[SAMPLE_ROWS]
         band = Band(SAMPLE_ROWS, 1, domain.bounds(height))
-        parts[0] = Part(give_back(of_field, band, all_rows(height, domain.ranks), domain), band)
+        parts[0] = Part(give_back(grad_field, band, all_rows(height, domain.ranks), domain), band)
     return tuple(parts)

@@ -72,7 +72,7 @@ def join_rows(tensors: Sequence[Any], bands: Sequence[Any], dim: int, domain: Do
         return Part(local, rows._replace(outer=sum(x.rows.outer for x in tensors)))
     usual = domain.bounds(sum(x.shape[dim] for x in tensors))
     size = usual[-1]
-    bounds = bounds_of_largest(tensors, dim) or usual
+    bounds = largest_bounds(tensors, dim) or usual
     parts, start = [], 0
     for x in tensors:
         stop = start + x.shape[dim]
@@ -84,7 +84,7 @@ def join_rows(tensors: Sequence[Any], bands: Sequence[Any], dim: int, domain: Do
     return Part(torch.cat(parts, dim), Band(dim, 1, bounds))
 
 
-def bounds_of_largest(tensors: Sequence[Any], dim: int) -> tuple[int, ...] | None:
+def largest_bounds(tensors: Sequence[Any], dim: int) -> tuple[int, ...] | None:
     """Return the bands of the largest field, the others' rows at its ends; None if uneven."""
     start, best = 0, None
     for x in tensors:

@@ -114,19 +114,19 @@ def class_loss(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     domain, weight = x.domain, whole(weight)
     target = with_rows(target, rows[1], domain)
     if how == NONE:
-        losses, of_weights = func(x.local, target, weight, how, ignored)
-        return Part(losses, rows[1]), Part(of_weights, WHOLE)
+        losses, weight_sum = func(x.local, target, weight, how, ignored)
+        return Part(losses, rows[1]), Part(weight_sum, WHOLE)
     wide = accumulation_dtype(x.local)
     weight = None if weight is None else weight.to(wide)
     sums = torch.stack(func(x.local.to(wide), target, weight, SUM, ignored))
-    loss, of_weights = domain.transport.all_reduce(sums).to(x.dtype).unbind()
-    return Part(loss / of_weights if how == MEAN else loss, WHOLE), Part(of_weights, WHOLE)
+    loss, weight_sum = domain.transport.all_reduce(sums).to(x.dtype).unbind()
+    return Part(loss / weight_sum if how == MEAN else loss, WHOLE), Part(weight_sum, WHOLE)
 
 
 @rule_for("nll_loss_backward.default", "nll_loss2d_backward.default")
 def class_loss_backward(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Return the gradient of scores."""
-    grad, x, target, weight, how, ignored, of_weights = args
+    grad, x, target, weight, how, ignored, weight_sum = args
     fields_rows([x])
     rows = _rows_of_targets(x)
     if rows is None:
@@ -134,5 +134,5 @@ def class_loss_backward(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     domain = x.domain
     grad = with_rows(grad, rows[1], domain) if how == NONE else whole(grad)
     target = with_rows(target, rows[1], domain)
-    local = func(grad, x.local, target, whole(weight), how, ignored, whole(of_weights))
+    local = func(grad, x.local, target, whole(weight), how, ignored, whole(weight_sum))
     return Part(local, rows[0])

@@ -23,7 +23,7 @@ from credit_dp.domain_parallel.band_tensor.tensor import (
     is_partial,
     write_count,
 )
-from credit_dp.domain_parallel.bands.moves import Bands, exchange_blocks
+from credit_dp.domain_parallel.bands.moves import CutDimension, exchange_blocks
 from credit_dp.domain_parallel.exchange import RowExchange, RowRange
 from credit_dp.domain_parallel.halo_exchange import (
     return_gradients,
@@ -51,13 +51,13 @@ def all_rows(height: int, ranks: int) -> Required:
 
 
 @lru_cache(4096)
-def rows_of_bands(bounds: tuple[int, ...]) -> Required:
+def band_rows(bounds: tuple[int, ...]) -> Required:
     """Return that each rank needs the rows of its band."""
     return tuple((RowRange(a, b),) for a, b in pairwise(bounds))
 
 
 @lru_cache(4096)
-def entries_of_bands(band: Band) -> Required:
+def band_entries(band: Band) -> Required:
     """Return for each rank the entries of its band, of a dimension with others before the rows."""
     starts = range(0, band.size, max(band.height, 1))
     return tuple(
@@ -131,7 +131,7 @@ def give_back(grad: Tensor, band: Band, required: Required, domain: Domain) -> T
 
 
 @lru_cache(4096)
-def _counted_from_0(band: Band, ndim: int) -> Bands:
+def _counted_from_0(band: Band, ndim: int) -> CutDimension:
     return ndim + band.dim, band.outer, RowPartition(band.bounds)
 
 
@@ -148,7 +148,7 @@ def whole(x: Any, is_read_again: bool = False) -> Any:
     """Return the globe's tensor; a collective if it is cut or partial. Others as they are.
 
     Args:
-        is_read_again: whether backward needs it, too: see `known_layouts`.
+        is_read_again: whether backward needs it, too: see `other_layouts`.
     """
     if type(x) is not BandTensor:
         return x
@@ -166,7 +166,7 @@ def part_or_whole(grad: Any) -> tuple[Tensor, Rows]:
 
 
 def _in_layout(x: BandTensor, rows: Rows, is_read_again: bool) -> Tensor:
-    others = known_layouts(x)
+    others = other_layouts(x)
     found = None if others is None else others.parts.get(rows)
     if found is not None:
         return found
@@ -183,7 +183,7 @@ def _moved_to(x: BandTensor, rows: Rows) -> Tensor:
     if have is PARTIAL:
         if isinstance(rows, Band):  # each rank sums up its rows only
             return give_back(x.local, rows, all_rows(rows.height, domain.ranks), domain)
-        return sum_of_parts(x)
+        return summed_parts(x)
     assert isinstance(have, Band)
     if not isinstance(rows, Band):
         everywhere = fetch(x.local, have, all_rows(have.height, domain.ranks), domain)
@@ -191,13 +191,13 @@ def _moved_to(x: BandTensor, rows: Rows) -> Tensor:
         ordered: Tensor = describe(x).in_order(everywhere)
         return ordered
     if is_same_field(have, rows):
-        return fetch(x.local, have, rows_of_bands(rows.bounds), domain)
+        return fetch(x.local, have, band_rows(rows.bounds), domain)
     if have.dim != rows.dim:
         return moved(x.local, have, rows, domain)
-    return fetch(x.local, *unfolded_rows(have, entries_of_bands(rows)), domain)
+    return fetch(x.local, *unfolded_rows(have, band_entries(rows)), domain)
 
 
-def sum_of_parts(x: BandTensor) -> Tensor:
+def summed_parts(x: BandTensor) -> Tensor:
     """Return the sum of all ranks' parts; a collective, of each entry that is repeated once."""
     part = x.local
     for dim, stride in enumerate(x.stride()):  # the globe's: alike on all ranks
@@ -208,7 +208,7 @@ def sum_of_parts(x: BandTensor) -> Tensor:
     return ordered
 
 
-def known_layouts(x: BandTensor) -> OtherLayouts | None:
+def other_layouts(x: BandTensor) -> OtherLayouts | None:
     """Return what is known of a tensor in other layouts; None if nothing may be kept.
 
     Autograd saves an operator's operands as they are, and backward would move them again.
@@ -312,7 +312,7 @@ def with_rows(x: Any, rows: Rows, domain: Domain, is_read_again: bool = False) -
     layouts alone decide.
 
     Args:
-        is_read_again: whether backward needs it, too: see `known_layouts`.
+        is_read_again: whether backward needs it, too: see `other_layouts`.
     """
     if type(x) is BandTensor:
         refresh(x)
@@ -479,7 +479,7 @@ def _checked(origin: ViewOrigin) -> ViewOrigin:
 def put(x: BandTensor, values: Tensor) -> None:
     """Write values of the globe to a tensor, in its layout and its memory, which views share."""
     if x.is_open:
-        BandTensor.lay_out(None, (x,), {})
+        BandTensor.prepare_write(None, (x,), {})
     x.others = None
     if x.rows is not PARTIAL:
         x.local.copy_(with_rows(values, x.rows, x.domain))

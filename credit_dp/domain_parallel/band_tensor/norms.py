@@ -90,7 +90,7 @@ def group_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     domain, band, local = x.domain, x.rows, x.local
     if row_dim == 0:
         results = func(local, whole(weight), whole(bias), len(local), channels, area, groups, eps)
-        return _of_samples(results, band)
+        return _sample_results(results, band)
     if row_dim == 1:
         if _bands_of_groups(band, channels // groups) is None:
             return group_norm(func, (_by_rows(x), *args[1:]), kwargs)
@@ -105,15 +105,15 @@ def group_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         y = norm_forward(local, (mean, rstd), weight, bias, reduction, shape)
     else:
         moments = kernels.group_moments(local, groups, reduction.rows, domain.transport)
-        of_channels = kernels.repeat_per_channel(moments, local)
-        y = kernels.group_norm_forward(local, of_channels, weight, bias, groups, eps)
+        channel_rows = kernels.repeat_per_channel(moments, local)
+        y = kernels.group_norm_forward(local, channel_rows, weight, bias, groups, eps)
         mean, variance = moments.unbind()
         rstd = (variance + eps).rsqrt_()
     size = (samples, groups)
     return Part(y, band), Part(mean.reshape(size), WHOLE), Part(rstd.reshape(size), WHOLE)
 
 
-def _of_samples(results: Sequence[Tensor], band: Band) -> Result:
+def _sample_results(results: Sequence[Tensor], band: Band) -> Result:
     """Return results of samples that are rows: the field, and (samples, groups) of statistics."""
     y, mean, rstd = results
     rows = band._replace(dim=-2)
@@ -170,9 +170,9 @@ def group_norm_backward(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     grad = _in_order_of(local, grad, band, domain)
     if row_dim == 0:
         rows = band._replace(dim=-2)
-        of_samples = [with_rows(y, rows, domain).contiguous() for y in (mean, rstd)]
+        sample_moments = [with_rows(y, rows, domain).contiguous() for y in (mean, rstd)]
         grad_x, *shares = func(
-            grad, local, *of_samples, whole(weight), len(local), channels, area, groups, mask
+            grad, local, *sample_moments, whole(weight), len(local), channels, area, groups, mask
         )
         return _gradients(grad_x, shares, weight, (channels,), band)
     if row_dim == 1:
@@ -215,8 +215,8 @@ def _gradients(
     rows: Rows = PARTIAL,
 ) -> Result:
     """Return the gradients of a field in its bands, and of parameters of a shape."""
-    of_parameters = [_share(share, weight, shape, rows) for share in shares]
-    return None if grad_x is None else Part(grad_x, band), *of_parameters
+    parameter_grads = [_share(share, weight, shape, rows) for share in shares]
+    return None if grad_x is None else Part(grad_x, band), *parameter_grads
 
 
 def _gradients_of_groups_of_rows(args: tuple[Any, ...], func: Any) -> Any:
@@ -298,7 +298,7 @@ def batch_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
                 put(each, target)
     rstd = (variance + given["eps" if "eps" in given else "epsilon"]).rsqrt_()
     weight, bias = whole(given["weight"]), whole(given["bias"])
-    y = norm_forward(local, (mean, rstd), weight, bias, reduction, _of_channels(x))
+    y = norm_forward(local, (mean, rstd), weight, bias, reduction, _channel_shape(x))
     others = [mean.flatten(), rstd.flatten()]
     if name in WITH_RESERVE:
         others.append(local.new_empty(0, dtype=torch.uint8))
@@ -310,11 +310,11 @@ def _is_local_by_channels(band: Band, name: str, running: Sequence[Any]) -> bool
 
 
 def _with_local(
-    given: dict[str, Any], band: Band, of_channels: Rows, domain: Domain
+    given: dict[str, Any], band: Band, channel_rows: Rows, domain: Domain
 ) -> dict[str, Any]:
     """Return arguments with local tensors of fields and of what has an entry for each channel."""
     return {
-        name: with_rows(x, band if x.ndim > 1 else of_channels, domain)
+        name: with_rows(x, band if x.ndim > 1 else channel_rows, domain)
         if isinstance(x, Tensor)
         else x
         for name, x in given.items()
@@ -325,7 +325,7 @@ def _all_but_channels(x: Tensor) -> tuple[int, ...]:
     return -x.ndim, *range(2 - x.ndim, 0)
 
 
-def _of_channels(x: Tensor) -> tuple[int, ...]:
+def _channel_shape(x: Tensor) -> tuple[int, ...]:
     return x.shape[1], *(1,) * (x.ndim - 2)
 
 
@@ -361,7 +361,7 @@ def batch_norm_backward(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
         rows = rows if row_dim == 1 else PARTIAL
         return _gradients(grad_x, shares, weight, (count,), band, rows)
     grad = with_rows(grad, band, domain)
-    shape = _of_channels(x)
+    shape = _channel_shape(x)
     mean = whole(given["save_mean"]).view(shape)
     rstd = whole(given["save_invstd" if "save_invstd" in given else "save_var"]).view(shape)
     reduction = _reduction(x, _all_but_channels(x))

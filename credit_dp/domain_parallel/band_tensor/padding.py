@@ -17,11 +17,11 @@ from torch import Tensor
 from credit_dp.domain_parallel.band_tensor.interpolation import call_or_empty, rows_of
 from credit_dp.domain_parallel.band_tensor.moving import (
     Required,
+    band_rows,
     exchange_of,
     fetch,
     give_back,
     part_or_whole,
-    rows_of_bands,
     unfolded_rows,
     whole,
     with_rows,
@@ -76,7 +76,7 @@ def padding_of(rows: Band, widths: Sequence[int], mode: str, domain: Domain) -> 
     position = 2 * (-rows.dim - 1)
     north, south = (*widths, *[0] * (position + 2))[position : position + 2]
     if not north and not south:
-        return Padding(rows, rows_of_bands(rows.bounds), rows, list(widths))
+        return Padding(rows, band_rows(rows.bounds), rows, list(widths))
     padded = rows.size + north + south
     if padded < 1 or (mode == "reflect" and max(north, south) >= rows.size):
         return None
@@ -101,7 +101,7 @@ def _padded(
     if out == kept and least is not None and min(north, south) >= 0 and ends >= least:
         # torch reflects the rows of the first and the last rank as those of the globe.
         at_ends = north if rank == 0 else 0, south if rank == len(out) - 2 else 0
-        return rows, rows_of_bands(rows.bounds), at_ends
+        return rows, band_rows(rows.bounds), at_ends
     ranges = [padded_rows(slice(a, b), rows.size, north, south, mode) for a, b in pairwise(out)]
     band, required = unfolded_rows(rows, tuple(ranges))
     if mode != "constant":

@@ -91,7 +91,7 @@ class Share(torch.autograd.Function):
         return BandTensor(grad.detach(), PARTIAL, ctx.domain), None
 
 
-def share_of_gradient(grad: Tensor, domain: Domain) -> Tensor:
+def gradient_share(grad: Tensor, domain: Domain) -> Tensor:
     """Return this rank's share of a gradient; differentiable if the backward pass is."""
     if torch.is_grad_enabled() and grad.requires_grad:
         result: Tensor = Share.apply(grad, domain)  # type: ignore[no-untyped-call]
@@ -113,7 +113,7 @@ def take_share(grad: Tensor) -> Tensor | None:
             "it, as a scripted layer or another name does, and so does the loss. Compute this term "
             "of the loss in the model's forward, or let the model use the module's attribute."
         )
-    return share_of_gradient(grad, grad.domain) if type(grad) is BandTensor else None
+    return gradient_share(grad, grad.domain) if type(grad) is BandTensor else None
 
 
 def add_hook(parameter: Tensor) -> None:
@@ -153,7 +153,7 @@ class EnterWhole(torch.autograd.Function):
         """Return this rank's shares of the gradients."""
         shares: list[Tensor | None] = [None]
         for grad, is_leaf in zip(grads, ctx.are_leaves, strict=True):
-            result = None if grad is None else share_of_gradient(grad, ctx.domain)
+            result = None if grad is None else gradient_share(grad, ctx.domain)
             if result is not None and is_leaf and not result.requires_grad:
                 result = ShareTensor(result, PARTIAL, ctx.domain)
             shares.append(result)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from credit_dp.domain_parallel.band_tensor.moving import (
     broadcasts,
-    known_layouts,
+    other_layouts,
     put,
     refresh,
     refresh_all,
@@ -58,7 +58,7 @@ EQUALITIES = {aten.eq.Tensor, aten.ne.Tensor}
 
 def pointwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Compute each band by itself."""
-    rows = rows_of_all(args) if not kwargs else None
+    rows = shared_rows(args) if not kwargs else None
     is_read_again = False
     domain = domain_of((args, kwargs))
     if rows is None:  # operands are held in several ways
@@ -79,7 +79,7 @@ def pointwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return Part(result, rows)
 
 
-def rows_of_all(args: tuple[Any, ...]) -> Rows | None:
+def shared_rows(args: tuple[Any, ...]) -> Rows | None:
     """Return how all fields among operands are held; None if in several ways, or as parts of sums.
 
     What is no field has to have one entry for all rows.
@@ -129,7 +129,7 @@ def has_unknown_sum(x: Any) -> bool:
     """Return whether a value is a tensor in parts that nothing has summed up."""
     if not is_partial(x):
         return False
-    known = known_layouts(x)
+    known = other_layouts(x)
     return known is None or WHOLE not in known.parts
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from credit_dp.constants import cached_constant
-from credit_dp.domain_parallel.band_tensor.fetched import gradient_of_band, start_reading
+from credit_dp.domain_parallel.band_tensor.fetched import band_gradient, start_reading
 from credit_dp.domain_parallel.band_tensor.moving import (
     exchange_of,
     give_back,
@@ -60,7 +60,7 @@ from credit_dp.domain_parallel.partition import RowPartition
 Sizes = tuple[int, ...]
 
 
-class Plan(NamedTuple):
+class NeededRows(NamedTuple):
     """Which rows a rank needs of a band.
 
     Attributes:
@@ -80,9 +80,9 @@ class Plan(NamedTuple):
 
 
 @lru_cache(65536)
-def _plan(
+def _needed_rows(
     band: Band, out_bounds: Sizes, windows: Windows, fills: bool, counts_padding: bool, rank: int
-) -> Plan:
+) -> NeededRows:
     """Return the rows of windows; with zeros beyond the poles, or without if a pool fills them."""
     height = band.height
     outs = [slice(a, b) for a, b in pairwise(out_bounds)]
@@ -101,21 +101,21 @@ def _plan(
         factors = count_factors(windows, out, out_bounds[-1], height, counts_padding)
     is_empty = out.start == out.stop
     first, stop = (0, 0) if is_empty else windows.span(out)
-    return Plan(band._replace(bounds=out_bounds), exchange, first, stop, is_empty, factors)
+    return NeededRows(band._replace(bounds=out_bounds), exchange, first, stop, is_empty, factors)
 
 
-def _plan_of(
+def _find_needed_rows(
     x: BandTensor,
     windows: Windows,
     out_height: int,
     fills: bool = False,
     counts_padding: bool = True,
-) -> Plan:
+) -> NeededRows:
     band = x.band
     bounds = band.bounds
     if out_height != band.height or windows.stride != 1:
         bounds = x.domain.bounds(out_height)
-    return _plan(band, bounds, windows, fills, counts_padding, x.domain.rank)
+    return _needed_rows(band, bounds, windows, fills, counts_padding, x.domain.rank)
 
 
 def _expanded(values: Any, count: int, default: Sequence[int]) -> list[int]:
@@ -194,20 +194,20 @@ class Pool(NamedTuple):
             for dim in range(-len(self.kernel), 0)
         ]
 
-    def plan(self, x: BandTensor) -> Plan:
+    def needed(self, x: BandTensor) -> NeededRows:
         """Return which rows a rank needs of a band."""
         dim, fills = x.band.dim, not self.others
         windows = self.along(dim)
         height = windows.out_height(x.shape[dim], windows.north, self.ceil_mode)
-        return _plan_of(x, windows, height, fills, fills or self.others[0])
+        return _find_needed_rows(x, windows, height, fills, fills or self.others[0])
 
-    def rescaled(self, x: Tensor, plan: Plan) -> Tensor:
+    def rescaled(self, x: Tensor, needed: NeededRows) -> Tensor:
         """Return averages, or their gradients, divided by the rows that count in their windows."""
         has_divisor = self.others[1] is not None
-        if has_divisor or plan.factors is None:
+        if has_divisor or needed.factors is None:
             return x
-        factors = cached_constant(list, plan.factors, x.device, x.dtype)
-        return x * factors.view(-1, *[1] * (-plan.out.dim - 1))
+        factors = cached_constant(list, needed.factors, x.device, x.dtype)
+        return x * factors.view(-1, *[1] * (-needed.out.dim - 1))
 
 
 def _gradient_elsewhere(
@@ -259,19 +259,19 @@ def max_pool(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             y = x.local.new_empty(_resized(x.local, dim, sizes))
             return Part(y, x.rows), Part(y.long(), x.rows)
         return tuple(Part(y, x.rows) for y in func(x.local, *pool.arguments()))
-    plan = pool.plan(x)
-    rows = start_reading(x, plan.wanted)()
-    if plan.is_empty:
+    needed = pool.needed(x)
+    rows = start_reading(x, needed.wanted)()
+    if needed.is_empty:
         y = rows.new_empty(_resized(rows, dim, sizes, 0))
-        return Part(y, plan.out), Part(y.long(), plan.out)
-    span = plan.first, plan.stop
+        return Part(y, needed.out), Part(y.long(), needed.out)
+    span = needed.first, needed.stop
     filled = fill_beyond_poles(rows, dim, *span, height, _lowest(x.dtype))
     maxima, indices = func(filled, *pool.arguments(dim))
     # A filled row holds the maximum only if all rows of the globe are -inf; clamping then gives
     # the first of these, as in torch.
     globe = cached_constant(_clamped, (*span, height), x.device, torch.int64)
     indices = global_flat_indices(indices, globe, _columns(x, dim), height)
-    return Part(maxima, plan.out), Part(indices, plan.out)
+    return Part(maxima, needed.out), Part(indices, needed.out)
 
 
 @rule_for("max_pool2d_with_indices_backward.default", "max_pool3d_with_indices_backward.default")
@@ -290,16 +290,16 @@ def max_pool_backward(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     if found is not None:
         return found
     dim, height = x.band.dim, x.band.height
-    plan = pool.plan(x)
-    grad, places = (with_rows(each, plan.out, x.domain) for each in (grad, indices))
-    if plan.is_empty:
-        return gradient_of_band(x, x.local.narrow(dim, 0, 0), plan.wanted)
-    rows = plan.stop - plan.first
-    places = local_flat_indices(places, plan.first, rows, _columns(x, dim), height)
+    needed = pool.needed(x)
+    grad, places = (with_rows(each, needed.out, x.domain) for each in (grad, indices))
+    if needed.is_empty:
+        return band_gradient(x, x.local.narrow(dim, 0, 0), needed.wanted)
+    rows = needed.stop - needed.first
+    places = local_flat_indices(places, needed.first, rows, _columns(x, dim), height)
     like = torch.Size(_resized(x.local, dim, (), rows)), memory_format_of(x.local)
     of_rows = maximum_gradient(grad, places, like, pool.arguments(dim))
-    cropped = pad_rows(of_rows, dim, min(plan.first, 0), min(height - plan.stop, 0))
-    return gradient_of_band(x, cropped, plan.wanted)
+    cropped = pad_rows(of_rows, dim, min(needed.first, 0), min(height - needed.stop, 0))
+    return band_gradient(x, cropped, needed.wanted)
 
 
 @rule_for("max_unpool2d.default", "max_unpool3d.default")
@@ -340,11 +340,11 @@ def avg_pool(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if x.local.numel() == 0:
             return Part(x.local.new_empty(_resized(x.local, dim, sizes)), x.rows)
         return Part(func(x.local, *pool.arguments()), x.rows)
-    plan = pool.plan(x)
-    rows = start_reading(x, plan.wanted)()
-    if plan.is_empty:
-        return Part(rows.new_empty(_resized(rows, dim, sizes, 0)), plan.out)
-    return Part(pool.rescaled(func(rows, *pool.arguments(dim)), plan), plan.out)
+    needed = pool.needed(x)
+    rows = start_reading(x, needed.wanted)()
+    if needed.is_empty:
+        return Part(rows.new_empty(_resized(rows, dim, sizes, 0)), needed.out)
+    return Part(pool.rescaled(func(rows, *pool.arguments(dim)), needed), needed.out)
 
 
 @rule_for("avg_pool2d_backward.default", "avg_pool3d_backward.default")
@@ -362,26 +362,26 @@ def avg_pool_backward(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     found = _gradient_elsewhere(x, count, compute, grad)
     if found is not None:
         return found
-    dim, plan = x.band.dim, pool.plan(x)
-    grad = with_rows(grad, plan.out, x.domain)
-    if plan.is_empty:
-        return gradient_of_band(x, x.local.narrow(dim, 0, 0), plan.wanted)
+    dim, needed = x.band.dim, pool.needed(x)
+    grad = with_rows(grad, needed.out, x.domain)
+    if needed.is_empty:
+        return band_gradient(x, x.local.narrow(dim, 0, 0), needed.wanted)
     settings = pool.arguments(dim)
     # Nothing but the shape is used of the rows.
-    shape = _resized(x.local, dim, (), plan.stop - plan.first)
+    shape = _resized(x.local, dim, (), needed.stop - needed.first)
     memory_format = memory_format_of(x.local)
     rows = torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=memory_format)
     if count == 2 and x.ndim == 4 and any(settings[2]) and has_wrong_gradient(rows):
         rows, grad = rows.contiguous(), grad.contiguous()
-    of_rows = func(pool.rescaled(grad, plan), rows, *settings)
-    return gradient_of_band(x, of_rows, plan.wanted)
+    of_rows = func(pool.rescaled(grad, needed), rows, *settings)
+    return band_gradient(x, of_rows, needed.wanted)
 
 
 # ---------------------------------------------------------------- adaptive maxima
 
 
 @lru_cache(4096)
-def _adaptive_plan(band: Band, out_bounds: Sizes, rank: int) -> Plan:
+def _adaptive_rows(band: Band, out_bounds: Sizes, rank: int) -> NeededRows:
     height, out_height = band.height, out_bounds[-1]
     outs = [slice(a, b) for a, b in pairwise(out_bounds)]
     spans = [
@@ -390,15 +390,15 @@ def _adaptive_plan(band: Band, out_bounds: Sizes, rank: int) -> Plan:
     required = tuple((RowRange(*span),) if span[0] < span[1] else () for span in spans)
     exchange = exchange_of(band.bounds, required, rank)
     out = outs[rank]
-    return Plan(
+    return NeededRows(
         band._replace(bounds=out_bounds), exchange, *spans[rank], is_empty=out.start == out.stop
     )
 
 
-def _adaptive_plan_of(x: BandTensor, out_height: int) -> Plan:
+def _find_adaptive_rows(x: BandTensor, out_height: int) -> NeededRows:
     band = x.band
     bounds = band.bounds if out_height == band.height else x.domain.bounds(out_height)
-    return _adaptive_plan(band, bounds, x.domain.rank)
+    return _adaptive_rows(band, bounds, x.domain.rank)
 
 
 @rule_for("adaptive_max_pool2d.default", "adaptive_max_pool3d.default")
@@ -418,21 +418,21 @@ def adaptive_max_pool(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         return tuple(Part(y, x.rows) for y in func(x.local, sizes))
     if sizes[dim] == 1:
         return _maximum_of_all_rows(func, x, sizes)
-    plan = _adaptive_plan_of(x, sizes[dim])
-    rows = start_reading(x, plan.wanted)()
-    if plan.is_empty:
+    needed = _find_adaptive_rows(x, sizes[dim])
+    rows = start_reading(x, needed.wanted)()
+    if needed.is_empty:
         y = rows.new_empty(_resized(rows, dim, sizes, 0))
-        return Part(y, plan.out), Part(y.long(), plan.out)
+        return Part(y, needed.out), Part(y.long(), needed.out)
     rank = x.domain.rank
-    out = slice(plan.out.bounds[rank], plan.out.bounds[rank + 1])
+    out = slice(needed.out.bounds[rank], needed.out.bounds[rank + 1])
     window_rows = adaptive_window_rows(out, sizes[dim], height)
     globe = cached_constant(list, window_rows, x.device, torch.int64)
     if height % sizes[dim]:  # else the windows do not overlap
-        rows = rows.index_select(dim, globe - plan.first)
+        rows = rows.index_select(dim, globe - needed.first)
     sizes[dim] = out.stop - out.start
     maxima, indices = func(rows, sizes)
     indices = global_flat_indices(indices, globe, _columns(x, dim), height)
-    return Part(maxima, plan.out), Part(indices, plan.out)
+    return Part(maxima, needed.out), Part(indices, needed.out)
 
 
 def _maximum_of_all_rows(func: Any, x: BandTensor, sizes: Sequence[int]) -> tuple[Part, Part]:
@@ -462,14 +462,14 @@ def adaptive_max_pool_backward(func: Any, args: tuple[Any, ...], kwargs: dict[st
     dim, height = x.band.dim, x.band.height
     if indices.shape[dim] == 1:
         return _gradient_of_all_rows(func, grad, x, indices)
-    plan = _adaptive_plan_of(x, indices.shape[dim])
-    grad, places = (with_rows(each, plan.out, x.domain) for each in (grad, indices))
-    length = plan.stop - plan.first
+    needed = _find_adaptive_rows(x, indices.shape[dim])
+    grad, places = (with_rows(each, needed.out, x.domain) for each in (grad, indices))
+    length = needed.stop - needed.first
     rows = x.local.new_empty(_resized(x.local, dim, (), length))
-    if plan.is_empty:
-        return gradient_of_band(x, rows, plan.wanted)
-    places = local_flat_indices(places, plan.first, length, _columns(x, dim), height)
-    return gradient_of_band(x, func(grad, rows, places), plan.wanted)
+    if needed.is_empty:
+        return band_gradient(x, rows, needed.wanted)
+    places = local_flat_indices(places, needed.first, length, _columns(x, dim), height)
+    return band_gradient(x, func(grad, rows, places), needed.wanted)
 
 
 def _gradient_of_all_rows(func: Any, grad: Any, x: BandTensor, indices: Any) -> Part:
@@ -547,14 +547,14 @@ def unfold(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             *batch, channels = x.local.shape[:-2]
             return Part(x.local.new_empty([*batch, channels * image.points, length]), rows)
         return Part(func(x.local, *image.settings(None)), rows)
-    plan = _plan_of(x, image.along(band.dim), image.counts[band.dim])
-    local = start_reading(x, plan.wanted)()
+    needed = _find_needed_rows(x, image.along(band.dim), image.counts[band.dim])
+    local = start_reading(x, needed.wanted)()
     if band.dim == -2:
-        bounds = tuple(bound * image.counts[1] for bound in plan.out.bounds)
+        bounds = tuple(bound * image.counts[1] for bound in needed.out.bounds)
         rows = Band(-1, 1, bounds)
     else:
-        rows = Band(-1, image.counts[0], plan.out.bounds)
-    if plan.is_empty:
+        rows = Band(-1, image.counts[0], needed.out.bounds)
+    if needed.is_empty:
         *batch, channels = x.local.shape[:-2]
         return Part(x.local.new_empty([*batch, channels * image.points, 0]), rows)
     return Part(func(local, *image.settings(band.dim)), rows)

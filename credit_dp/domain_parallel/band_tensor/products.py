@@ -18,7 +18,7 @@ from torch import Tensor
 from credit_dp.domain_parallel.band_tensor import views
 from credit_dp.domain_parallel.band_tensor.moving import (
     is_same_field,
-    known_layouts,
+    other_layouts,
     refresh,
     refresh_all,
     whole,
@@ -38,15 +38,13 @@ from credit_dp.domain_parallel.band_tensor.tensor import (
     is_band,
     rule_for,
 )
-from credit_dp.domain_parallel.partition import falls_into_equal_parts
+from credit_dp.domain_parallel.partition import LARGEST_BAND, falls_into_equal_parts
 from credit_dp.domain_parallel.transport import keeps_messages
 from credit_dp.errors import UserError
 from credit_dp.torch_private import backward_pass, tree_leaves, tree_map
 
 aten = torch.ops.aten
 Shape = tuple[int, ...]
-# Parts of a dimension to which bands move have at most so many times the mean number of entries.
-LARGEST_BAND = 1.5
 # The sum of so many numbers of all ranks takes little longer than that of one.
 FEW_NUMBERS = 2**14
 
@@ -141,11 +139,11 @@ def best_cut(
             continue
         if any(shapes[i][labels[i].index(label)] != sizes.get(label, 1) for i in bands):
             continue
-        sizes_of_parts = parts[labels[bands[0]].index(label)]
-        found = _part_to_cut(sizes_of_parts, ranks)
+        part_sizes = parts[labels[bands[0]].index(label)]
+        found = _part_to_cut(part_sizes, ranks)
         if found is not None:
-            outer, unit = sizes_of_parts[:found], sizes_of_parts[found + 1 :]
-            height = sizes_of_parts[found]
+            outer, unit = part_sizes[:found], part_sizes[found + 1 :]
+            height = part_sizes[found]
             cut = Cut(label, None, prod(outer), height, prod(unit))
             is_shared = all(label in names for names in labels)
             is_even = falls_into_equal_parts(height, ranks)
@@ -191,7 +189,7 @@ def _known_to_match(
     """
     found = list(rows)
     for i, (x, names) in enumerate(zip(operands, labels, strict=True)):
-        known = known_layouts(x) if rows[i] is not None else None
+        known = other_layouts(x) if rows[i] is not None else None
         if known is None or not known.parts:
             continue
         for j, band in enumerate(rows):
@@ -292,7 +290,7 @@ def turn(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     part, x = views.move_dims(func, args, kwargs), args[0]
     if type(x) is not BandTensor or x.others is None or not x.others.parts:
         return part
-    known = known_layouts(x)
+    known = other_layouts(x)
     if known is None or not known.parts:
         return part
     key = tuple([tuple(each) if isinstance(each, list) else each for each in args[1:]])
@@ -372,9 +370,9 @@ def _usual_product(
     refresh_all(x, other)
     if type(x) is not BandTensor or type(x.rows) is not Band or x.layout != torch.strided:
         return None
-    names, names_of_other = form.labels
+    names, other_names = form.labels
     label = names[x.rows.dim]
-    if type(other) is not BandTensor and label in form.out and label not in names_of_other:
+    if type(other) is not BandTensor and label in form.out and label not in other_names:
         added = args[0] if form.is_added else None
         if added is not None and (type(added) is BandTensor or added.ndim > 1):
             return None  # it may have rows, too
@@ -385,7 +383,7 @@ def _usual_product(
         return Part(func(*operands, *args[len(operands) :], **kwargs), rows)
     is_gradient = backward_pass() >= 0 and not keeps_messages()
     if is_gradient and type(other) is BandTensor and not form.is_added and label not in form.out:
-        place = names_of_other.index(label) - len(names_of_other)
+        place = other_names.index(label) - len(other_names)
         if other.rows == x.rows._replace(dim=place):
             return Part(func(x.local, other.local, *args[2:], **kwargs), PARTIAL)
     return None
@@ -526,7 +524,7 @@ def distances_backward(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
     "lu_unpack.default",
     "linalg_householder_product.default",
 )
-def of_matrices(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def batched_matrices(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Compute a function of each matrix of a batch, of which ranks have some."""
     tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
     refresh_all(*tensors)

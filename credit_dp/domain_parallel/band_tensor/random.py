@@ -38,7 +38,7 @@ from credit_dp.domain_parallel.band_tensor.tensor import (
     domain_of,
     rule_for,
 )
-from credit_dp.domain_parallel.band_tensor.values import has_no_data, of_first_rank
+from credit_dp.domain_parallel.band_tensor.values import from_first_rank, has_no_data
 from credit_dp.domain_parallel.transport import message_device
 from credit_dp.errors import UserError
 from credit_dp.random_streams import python_random_state, set_python_random_state
@@ -269,9 +269,9 @@ def _draw_whole(func: Any, args: Any, kwargs: Any, domain: Domain) -> Any:
         return result
     # Ranks that are threads have one generator, and draw from it one after the other.
     if type(result) is BandTensor and result.rows is WHOLE:
-        result.local.copy_(of_first_rank(result.local, domain))
+        result.local.copy_(from_first_rank(result.local, domain))
     if isinstance(result, Part) and result.rows is WHOLE:
-        return result._replace(local=of_first_rank(result.local, domain))
+        return result._replace(local=from_first_rank(result.local, domain))
     return result
 
 

@@ -62,11 +62,11 @@ def layer_backward(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     local, *others = [
         None if y is None else _with_a_sample(with_rows(y, band, domain)) for y in (x, *fields)
     ]
-    of_x, *of_weights, of_hidden, of_cell = func(
+    grad_x, *grad_weights, grad_hidden, grad_cell = func(
         local, *weights, *others, *rest, workspace.local, **kwargs
     )
-    own = [Part(y.narrow(SAMPLES, 0, samples), band) for y in (of_x, of_hidden, of_cell)]
-    return (own[0], *(Part(y, PARTIAL) for y in of_weights), *own[1:])
+    own = [Part(y.narrow(SAMPLES, 0, samples), band) for y in (grad_x, grad_hidden, grad_cell)]
+    return (own[0], *(Part(y, PARTIAL) for y in grad_weights), *own[1:])
 
 
 def _with_a_sample(x: Tensor) -> Tensor:

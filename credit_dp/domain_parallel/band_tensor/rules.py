@@ -32,7 +32,7 @@ from credit_dp.domain_parallel.band_tensor.tensor import (
     write_count,
     writes_results,
 )
-from credit_dp.domain_parallel.rules import RULES as OF_USERS
+from credit_dp.domain_parallel.rules import RULES as USER_RULES
 from credit_dp.errors import UserError
 from credit_dp.torch_private import (
     change_own_shape,
@@ -45,8 +45,8 @@ from credit_dp.torch_private import (
 
 def find_rule(func: Any) -> Rule:
     """Return the rule of an operator that has none of its own: that of a user, or a general one."""
-    if func in OF_USERS:
-        rule: Rule = OF_USERS[func]
+    if func in USER_RULES:
+        rule: Rule = USER_RULES[func]
         return rule
     if torch.Tag.inplace_view in func.tags:
         return change_shape_in_place

@@ -15,7 +15,7 @@ from credit_dp.domain_parallel.band_tensor.filling import BANDS_WRITTEN
 from credit_dp.domain_parallel.band_tensor.indexing import (
     in_place_on_copy,
     index_rows,
-    known,
+    index_values,
     places,
     put_whole,
     returned,
@@ -97,7 +97,7 @@ def gather(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         for d, size in enumerate(index.shape):
             if d != dim and size < x.shape[d]:
                 part = BandTensor.__torch_dispatch__(aten.slice.Tensor, (), (part, d, 0, size))
-        numbers = known(index, domain, x.shape[dim])
+        numbers = index_values(index, domain, x.shape[dim])
         vector = numbers[tuple(slice(None) if d == dim else 0 for d in range(x.ndim))]
         return index_rows(part, vector, places([*[None] * dim, vector], x.ndim))
     band = band_along_others(dim, index, x)

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from credit_dp.domain_parallel.band_tensor.moving import (
-    known_layouts,
     moved,
+    other_layouts,
     refresh,
     return_gradient,
 )
@@ -65,7 +65,7 @@ def transform(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def without_zeros(x: BandTensor, rows: Band) -> tuple[Band, Tensor] | None:
     """Return the rows up to the first of those known to be zero, which are not sent."""
-    known = known_layouts(x)
+    known = other_layouts(x)
     for band, local in known.parts.items() if known is not None else ():
         if isinstance(band, Band) and band[:2] == rows[:2] and band.height < rows.height:
             return band, local

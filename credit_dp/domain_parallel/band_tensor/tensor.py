@@ -322,7 +322,7 @@ class BandTensor(GlobeTensor):
     # The values of the globe that all ranks read; set by `values`.
     read_values: ClassVar[Callable[[BandTensor], Tensor]]
     # What is done before an operator writes to an open tensor; set by `filling`.
-    lay_out: ClassVar[Callable[[Any, tuple[Any, ...], dict[str, Any]], None]]
+    prepare_write: ClassVar[Callable[[Any, tuple[Any, ...], dict[str, Any]], None]]
     # What is done before something else shares the memory of an open tensor; set by `filling`.
     keep_whole: ClassVar[Callable[[BandTensor], None]]
 
@@ -376,7 +376,7 @@ class BandTensor(GlobeTensor):
         with disable_torch_function():  # what a rule calls are no functions of the model
             first = args[0] if args else None
             if type(first) is BandTensor and first.is_open and schema_of(func).is_mutable:
-                cls.lay_out(func, args, kwargs)
+                cls.prepare_write(func, args, kwargs)
             return wrap(func, args, kwargs, rule(func, args, kwargs))
 
     def __repr__(self) -> str:  # type: ignore[override]

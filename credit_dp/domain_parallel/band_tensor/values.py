@@ -43,7 +43,7 @@ def has_no_data(x: Tensor) -> bool:
     return isinstance(x, FakeTensor) or x.is_meta
 
 
-def of_first_rank(x: Tensor, domain: Domain) -> Tensor:
+def from_first_rank(x: Tensor, domain: Domain) -> Tensor:
     """Return a local tensor as the first rank has it; a collective."""
     # As bytes, since not every type can be sent, and on the device of messages.
     message = x.detach().resolve_conj().resolve_neg().reshape(-1).contiguous().view(torch.uint8)
@@ -57,7 +57,7 @@ def of_first_rank(x: Tensor, domain: Domain) -> Tensor:
     return first.view(x.dtype).view(x.shape)
 
 
-def agreed(x: Any, domain: Domain) -> Any:
+def same_values(x: Any, domain: Domain) -> Any:
     """Return the globe's values of a tensor, with the same bits on all ranks; others as they are.
 
     A collective for bands and sums of parts, which have the same bits then, and on GPUs.
@@ -67,7 +67,7 @@ def agreed(x: Any, domain: Domain) -> Any:
     is_computed = type(x) is not BandTensor or x.rows is WHOLE  # by each rank for itself
     local = whole(x)
     may_differ = is_computed and local.device.type not in SAME_BITS
-    return of_first_rank(local, domain) if may_differ else local
+    return from_first_rank(local, domain) if may_differ else local
 
 
 def read_values(x: BandTensor) -> Tensor:
@@ -75,7 +75,7 @@ def read_values(x: BandTensor) -> Tensor:
     if not is_running.get() and backward_pass() < 0:
         check_model_runs("numpy", (x,), {})
     with disable_torch_function():
-        values: Tensor = agreed(x, x.domain)
+        values: Tensor = same_values(x, x.domain)
     return values
 
 
@@ -93,7 +93,7 @@ def read(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     is_number = func is torch.ops.aten._local_scalar_dense.default
     fields = [x for x in tensors_in((args, kwargs)) if type(x) is BandTensor]
     with nullcontext() if is_number else domain.whole_call(short_name(func), fields):
-        args, kwargs = tree_map(lambda x: agreed(x, domain), (args, kwargs))
+        args, kwargs = tree_map(lambda x: same_values(x, domain), (args, kwargs))
         results = func(*args, **kwargs)
     # Strides can't be found out without values.
     return tree_map(
@@ -109,7 +109,7 @@ def compare(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     rows = common_rows([x, y])
     is_equality = func is torch.ops.aten.equal.default  # that of other shapes is none
     if not isinstance(rows, Band) or (is_equality and x.shape != y.shape):
-        result: bool = func(agreed(x, domain), agreed(y, domain), *others, **kwargs)
+        result: bool = func(same_values(x, domain), same_values(y, domain), *others, **kwargs)
         return result
     local = with_rows(x, rows, domain), with_rows(y, rows, domain)
     is_here: bool = func(*local, *others, **kwargs)

@@ -42,7 +42,7 @@ from credit_dp.domain_parallel.band_tensor.tensor import (
     rule_for,
 )
 from credit_dp.domain_parallel.bands.indices import (
-    ranges_of_ranks,
+    rank_ranges,
     sliced_bounds,
 )
 from credit_dp.domain_parallel.exchange import RowRange
@@ -423,7 +423,7 @@ def take_entries(x: BandTensor, entries: tuple[int, ...], bounds: tuple[int, ...
     A collective. `bounds` cuts the entries.
     """
     rows = x.band
-    return fetch(x.local, *unfolded_rows(rows, ranges_of_ranks(entries, bounds)), x.domain)
+    return fetch(x.local, *unfolded_rows(rows, rank_ranges(entries, bounds)), x.domain)
 
 
 @rule_for("slice_backward.default", "select_backward.default")
@@ -595,7 +595,7 @@ class Diagonal(NamedTuple):
     offset: int
 
 
-def diagonal_of_band(
+def band_diagonal(
     shape: Sequence[int], rows: Band, offset: int, dims: tuple[int, int], rank: int
 ) -> Diagonal:
     """Return where the diagonal of two dimensions is, of which one has rows."""
@@ -625,7 +625,7 @@ def diagonal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return Part(func(x.local, offset, *dims), at(x.rows, dim, x.ndim - 1))
     if x.rows.outer > 1:
         return run_whole(func, args, kwargs)
-    found = diagonal_of_band(x.shape, x.rows, offset, (dims[0], dims[1]), x.domain.rank)
+    found = band_diagonal(x.shape, x.rows, offset, (dims[0], dims[1]), x.domain.rank)
     return Part(x.local.diagonal(found.offset, *dims), found.band)
 
 
@@ -643,7 +643,7 @@ def diagonal_backward(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         shape[dim] = grad.local.shape[rows.dim]
         return Part(func(grad.local, shape, *args[2:]), at(rows, dim, len(shape)))
     band = Band(dims[0] - len(shape), 1, domain.bounds(shape[dims[0]]))
-    found = diagonal_of_band(shape, band, offset, (dims[0], dims[1]), domain.rank)
+    found = band_diagonal(shape, band, offset, (dims[0], dims[1]), domain.rank)
     local = with_rows(grad, found.band, domain)
     shape[dims[0]] = band.sizes(domain.rank)
     return Part(func(local, shape, found.offset, *dims), band)

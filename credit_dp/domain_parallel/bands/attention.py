@@ -12,7 +12,7 @@ Shape = Sequence[int]
 
 
 @final
-class Shares(NamedTuple):
+class Split(NamedTuple):
     """How ranks share attention: `groups` ranks after each other have a part of the heads each.
 
     Attributes:
@@ -35,7 +35,7 @@ class Shares(NamedTuple):
         return tuple((bands.bounds[first], bands.bounds[first + self.groups]) for first in firsts)
 
 
-def best_shares(query: Shape, key: Shape, value: Shape, ranks: int) -> Shares | None:
+def best_split(query: Shape, key: Shape, value: Shape, ranks: int) -> Split | None:
     """Return the shares with the fewest bytes, and of equal ones the shares that hold least.
 
     Args:
@@ -63,4 +63,4 @@ def best_shares(query: Shape, key: Shape, value: Shape, ranks: int) -> Shares | 
     if not choices or min(choices)[0] > entries(1):
         return None
     _, groups, dim = min(choices)
-    return Shares(dim, -groups)
+    return Split(dim, -groups)

@@ -49,7 +49,7 @@ def _step(indices: Sequence[int], i: int) -> int:
 
 
 @lru_cache(1024)
-def ranges_of_ranks(indices: tuple[int, ...], bounds: Bounds) -> tuple[tuple[RowRange, ...], ...]:
+def rank_ranges(indices: tuple[int, ...], bounds: Bounds) -> tuple[tuple[RowRange, ...], ...]:
     """Return for each rank the ranges of those indices that are in its band."""
     return tuple(ranges_of(indices[a:b]) for a, b in pairwise(bounds))
 

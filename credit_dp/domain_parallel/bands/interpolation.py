@@ -206,7 +206,7 @@ def _table_from_triples(
     return InterpolationTable(sources, None if copies else weight_table)
 
 
-def gradient_table_of_nearest(
+def nearest_gradient_table(
     mode: str,
     height: int,
     table: InterpolationTable,
@@ -283,7 +283,7 @@ OPERATORS = {
     "_upsample_bilinear_aa": torch.ops.aten._upsample_bilinear2d_aa,
     "_upsample_bicubic_aa": torch.ops.aten._upsample_bicubic2d_aa,
 }
-MODES_OF_NEAREST = {"upsample_nearest": "nearest", "_upsample_nearest_exact": "nearest-exact"}
+NEAREST_MODES = {"upsample_nearest": "nearest", "_upsample_nearest_exact": "nearest-exact"}
 
 
 @lru_cache(1024)
@@ -291,11 +291,11 @@ def table_of(operator: RowOperator) -> InterpolationTable:
     """Return the table of an operator."""
     if operator.is_backward:
         table = table_of(operator._replace(is_backward=False))
-        mode = MODES_OF_NEAREST.get(operator.name)
+        mode = NEAREST_MODES.get(operator.name)
         if mode is None:
             return table
         settings = operator.scale, operator.dtype, operator.device
-        return gradient_table_of_nearest(mode, operator.height, table, *settings)
+        return nearest_gradient_table(mode, operator.height, table, *settings)
     column, height = operator.apply_to_column, operator.height
     return interpolation_table_of(column, height, operator.dtype, operator.device)
 
@@ -309,7 +309,7 @@ def is_identity(operator: RowOperator) -> bool:
 
 
 @lru_cache(8192)
-def rows_of_interpolation(
+def interpolation_rows(
     operator: RowOperator, out: tuple[int, ...]
 ) -> tuple[tuple[RowRange, ...], ...]:
     """Return the input rows that each rank needs, given the bands of the output."""
@@ -322,11 +322,11 @@ def rows_of_interpolation(
 @lru_cache(8192)
 @torch.inference_mode(False)
 @disable_current_modes()
-def weights_of_interpolation(
+def interpolation_weights(
     operator: RowOperator, out: tuple[int, ...], rank: int, dim: int
 ) -> RowWeights | None:
     """Return how a rank computes its output rows of those that it needs; None if it has none."""
-    rows = rows_of_interpolation(operator, out)[rank]
+    rows = interpolation_rows(operator, out)[rank]
     if not rows:
         return None
     return table_of(operator).part(dim, slice(out[rank], out[rank + 1]), rows[0].start)
@@ -335,7 +335,7 @@ def weights_of_interpolation(
 @lru_cache(8192)
 @torch.inference_mode(False)
 @disable_current_modes()
-def weights_of_own_rows(
+def own_row_weights(
     operator: RowOperator, bounds: tuple[int, ...], rank: int, dim: int
 ) -> RowWeights | None:
     """Return which output rows a rank's input rows are parts of, as rows made of output rows.

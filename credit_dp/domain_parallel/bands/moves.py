@@ -19,10 +19,12 @@ from credit_dp.domain_parallel.partition import RowPartition
 from credit_dp.domain_parallel.transport import Transport
 
 # Dimension, entries before the sharded ones in it, and bands, as a tensor of the globe is held.
-Bands = tuple[int, int, RowPartition]
+CutDimension = tuple[int, int, RowPartition]
 
 
-def exchange_blocks(local: Tensor, source: Bands, target: Bands, transport: Transport) -> Tensor:
+def exchange_blocks(
+    local: Tensor, source: CutDimension, target: CutDimension, transport: Transport
+) -> Tensor:
     """Return this rank's part of a tensor that is cut along another dimension; a collective.
 
     Each rank sends every other one the block that lies in its part of the result.

@@ -48,7 +48,7 @@ HARMLESS_OVERRIDES = ("extra_repr", "reset_parameters")
 BEHAVIOURAL_METHODS = ("__call__", "__getattr__", "__getattribute__", "__setattr__")
 
 
-def entries_of_largest_band(x: Tensor, dim: int, bands: RowPartition) -> int:
+def largest_band_entries(x: Tensor, dim: int, bands: RowPartition) -> int:
     """Return the entries of the largest rank's `x`, the same on all ranks.
 
     What depends on it differs on no rank. So ranks save the same number of tensors for backward:
@@ -224,7 +224,7 @@ class RowLayer(nn.Module, ABC):
         return bool(self._planned_heights) or self._is_rowwise
 
     @property
-    def acts_alone(self) -> bool:
+    def wrapped_is_exact(self) -> bool:
         """Whether the wrapped layer, called with a band, returns the rows that this layer does.
 
         Of heights that the plan has; of any until there is one.

@@ -24,7 +24,7 @@ from credit_dp.domain_parallel.layers import base
 from credit_dp.domain_parallel.layers.base import (
     Bands,
     StencilLayer,
-    entries_of_largest_band,
+    largest_band_entries,
     overridden_method,
 )
 from credit_dp.domain_parallel.layers.conv_bands import (
@@ -47,8 +47,8 @@ Conv = nn.Conv2d | nn.Conv3d | nn.ConvTranspose2d | nn.ConvTranspose3d
 def is_pointwise(conv: Conv, padding: tuple[int, ...], dim: int) -> bool:
     """Return whether output entry `i` along `dim` depends on input entry `i` only."""
     start = 2 * (-dim - 1)
-    padding_of_dim = (*padding[start : start + 2], conv.output_padding[dim])
-    return (conv.kernel_size[dim], conv.stride[dim]) == (1, 1) and not any(padding_of_dim)
+    dim_padding = (*padding[start : start + 2], conv.output_padding[dim])
+    return (conv.kernel_size[dim], conv.stride[dim]) == (1, 1) and not any(dim_padding)
 
 
 class ConvLayer(StencilLayer):
@@ -155,7 +155,7 @@ class _RowConv(ConvLayer):
         # times as many entries.
         copies_anyway = base.computes_on_cpu(x) and any(self.column_padding.padding_widths)
         limit = base.SMALL_BAND_ENTRIES * (16 if copies_anyway else 1)
-        return entries_of_largest_band(x, ROW_DIM, bands) <= limit
+        return largest_band_entries(x, ROW_DIM, bands) <= limit
 
     def _compute_compiled(self, x: Tensor, bands: Bands) -> Tensor:
         """Return this rank's output rows, in terms that torch's compiler can follow."""

@@ -67,7 +67,7 @@ class _RowConvTranspose(ConvLayer):
         return y
 
     @property
-    def acts_alone(self) -> bool:
+    def wrapped_is_exact(self) -> bool:
         """Whether every row makes rows of its own, and the bands of input and output line up."""
         sides = (self.north, self.south, self.conv.output_padding[ROW_DIM])
         return (

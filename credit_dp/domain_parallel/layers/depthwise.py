@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from credit_dp.channel_parallel import (
     DistributedDepthwiseConv2d,
-    TransposePlan,
+    Transposition,
     channel_slice,
     channels_per_rank,
     channels_to_rows,
@@ -80,7 +80,7 @@ class DepthwiseLayer(_PaddedConv):
         """Return whether the rows under the kernel are fetched."""
         return not self.transposes(height)
 
-    def transpose_pair(self, bands: Bands) -> tuple[TransposePlan, TransposePlan]:
+    def transpose_pair(self, bands: Bands) -> tuple[Transposition, Transposition]:
         """Return the transposes of the input to channels and of the output back to rows."""
         conv = self.conv
         ranks = bands.input.ranks
@@ -88,8 +88,8 @@ class DepthwiseLayer(_PaddedConv):
         out_channels = tuple(
             number * (conv.out_channels // conv.in_channels) for number in in_channels
         )
-        to_channels = TransposePlan(bands.input.sizes, in_channels)
-        to_rows = TransposePlan(bands.output.sizes, out_channels)
+        to_channels = Transposition(bands.input.sizes, in_channels)
+        to_rows = Transposition(bands.output.sizes, out_channels)
         return to_channels, to_rows
 
     def _transpose_moves_less(self, bands: Bands) -> bool:
@@ -176,23 +176,23 @@ class DepthwiseLayer(_PaddedConv):
 
 
 @torch.library.custom_op("credit_dp::transpose", mutates_args=())
-def _transpose_operator(x: Tensor, plan: str, transport: str, to_channels: bool) -> Tensor:
-    y = transpose_blocks(x, named_in_graphs(plan), transport_named(transport), to_channels)
+def _transpose_operator(x: Tensor, transposition: str, transport: str, to_channels: bool) -> Tensor:
+    y = transpose_blocks(x, named_in_graphs(transposition), transport_named(transport), to_channels)
     return y.contiguous()
 
 
 @_transpose_operator.register_fake
-def _(x: Tensor, plan: str, transport: str, to_channels: bool) -> Tensor:
-    transpose: TransposePlan = named_in_graphs(plan)
+def _(x: Tensor, transposition: str, transport: str, to_channels: bool) -> Tensor:
+    transpose: Transposition = named_in_graphs(transposition)
     return x.new_empty(transpose.shape_on(transport_named(transport).rank, x, to_channels))
 
 
 def _keep_transpose(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, ctx.plan, ctx.transport, ctx.to_channels = inputs
+    _, ctx.transposition, ctx.transport, ctx.to_channels = inputs
 
 
 def _transpose_back(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    grad_x = _transpose_operator(grad, ctx.plan, ctx.transport, not ctx.to_channels)
+    grad_x = _transpose_operator(grad, ctx.transposition, ctx.transport, not ctx.to_channels)
     return grad_x, None, None, None
 
 

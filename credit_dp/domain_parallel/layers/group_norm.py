@@ -16,7 +16,7 @@ from credit_dp.domain_parallel.bands.norms import GlobalReduction, mean_and_vari
 from credit_dp.domain_parallel.bands.reductions import accumulation_dtype
 from credit_dp.domain_parallel.halo_exchange import gradients_need_graph, gradients_with_graph
 from credit_dp.domain_parallel.layers import base
-from credit_dp.domain_parallel.layers.base import Bands, entries_of_largest_band
+from credit_dp.domain_parallel.layers.base import Bands, largest_band_entries
 from credit_dp.domain_parallel.layers.norm import (
     ReductionLayer,
     differentiable_standard,
@@ -68,7 +68,7 @@ class DomainParallelGroupNorm(ReductionLayer):
         reduction = GlobalReduction(dims, self.dim, rows, self.manager.transport, self.num_groups)
         # On a CPU, one operation after the other takes less time than torch's kernels up to 2^16
         # entries, or 2^13 if channels are last; at 2^14 it takes a tenth more there.
-        entries = entries_of_largest_band(x, self.dim, bands.input)
+        entries = largest_band_entries(x, self.dim, bands.input)
         is_small = kernels.is_chunked(x) and entries <= base.SMALL_BAND_ENTRIES // 4
         if is_small or torch.compiler.is_dynamo_compiling():
             moments = mean_and_variance(x, reduction)

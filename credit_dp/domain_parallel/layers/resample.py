@@ -17,8 +17,8 @@ from credit_dp.domain_parallel.bands.interpolation import (
     LINEAR,
     NEAREST,
     InterpolationTable,
-    gradient_table_of_nearest,
     interpolation_table_of,
+    nearest_gradient_table,
 )
 from credit_dp.domain_parallel.bands.rows import pad_rows
 from credit_dp.domain_parallel.exchange import RowRange
@@ -223,7 +223,7 @@ class _Interpolate(InterpolationLayer, ABC):
         if key not in self._gradient_tables:
             by_factor = self.size is None and not self.recompute_scale_factor
             scale = float(self.row_setting(self.scale_factor)) if by_factor else None
-            self._gradient_tables[key] = gradient_table_of_nearest(
+            self._gradient_tables[key] = nearest_gradient_table(
                 self.mode, height, table, scale, *self._dtype_and_device
             )
         return self._gradient_tables[key]

@@ -106,9 +106,9 @@ class DomainParallelRowGroups(RowLayer):
             ]
             fetched = [[row for row in order if row is not None] for order in orders]
             # On the way back the bands are the fetched rows of the ranks, one after the other.
-            index_of_row = {row: index for index, row in enumerate(chain(*fetched))}
+            row_index = {row: index for index, row in enumerate(chain(*fetched))}
             returned = [
-                [index_of_row[row] for row in range(first, stop)]
+                [row_index[row] for row in range(first, stop)]
                 for first, stop in pairwise(bands.bounds)
             ]
             fetch_exchange = RowExchange(bands, tuple(map(_row_ranges, fetched)), rank)
@@ -165,13 +165,13 @@ def assign_groups(bands: RowPartition, groups: Any) -> list[slice]:
         Counter(bands.owner(row) for row in order if row is not None)
         for order in (groups.order[share.start * size : share.stop * size] for share in shares)
     ]
-    share_of_rank: dict[int, int] = {}
+    rank_share: dict[int, int] = {}
     for share_index, rank in sorted(
         product(ranks, ranks), key=lambda pair: -rows_by_owner[pair[0]][pair[1]]
     ):
-        if rank not in share_of_rank and share_index not in share_of_rank.values():
-            share_of_rank[rank] = share_index
-    return [shares[share_of_rank[rank]] for rank in ranks]
+        if rank not in rank_share and share_index not in rank_share.values():
+            rank_share[rank] = share_index
+    return [shares[rank_share[rank]] for rank in ranks]
 
 
 def insert_zero_rows(x: Tensor, order: RowOrder, dim: int) -> Tensor:

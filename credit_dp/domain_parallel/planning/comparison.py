@@ -38,20 +38,20 @@ from credit_dp.domain_parallel.count_transport import CountingTransport
 from credit_dp.domain_parallel.layers.base import RowLayer
 from credit_dp.domain_parallel.manager import DomainParallelManager
 from credit_dp.domain_parallel.partition import FIELD_DIMS, ROW_DIM
-from credit_dp.domain_parallel.planned_run import planner_of_run
+from credit_dp.domain_parallel.planned_run import run_planner
 from credit_dp.domain_parallel.planning.shape_memo import TORCH_NAMESPACES, ShapeMemo
 from credit_dp.domain_parallel.planning.shape_memo import tensors_in as tensors_among
 from credit_dp.domain_parallel.planning.trace import (
     ModelSnapshot,
     PlanningMode,
     current_user_line,
-    functions_of_users,
     is_in_checkpoint,
     map_tensors,
     named_leaves,
     plain_tensors,
     running_function,
     tensor_leaves,
+    user_functions,
     user_line_of,
 )
 from credit_dp.errors import UserError, first_line
@@ -149,7 +149,7 @@ class Run(PlanningMode):
         self.events: list[Hashable] = []
         self.running_modules: list[str] = []  # outermost first
         self._refusal: UserError | None = None
-        self._functions = functions_of_users()
+        self._functions = user_functions()
         self._writes = 0
         # What is first in each memory, and how many memories had the same before.
         self._memories: dict[int, tuple[int, int]] = {}
@@ -549,8 +549,8 @@ class Run(PlanningMode):
             for index, x in enumerate(tensor_leaves((args, kwargs))):
                 self._set_number(local_of(x), "input", index, tuple(local_of(x).shape), x.dtype)
             self.planner.run = self
-            token_of_planner = planner_of_run.set(self)
-            stack.callback(planner_of_run.reset, token_of_planner)
+            planner_token = run_planner.set(self)
+            stack.callback(run_planner.reset, planner_token)
             try:
                 with self:
                     self._note_outputs(model(*args, **kwargs))

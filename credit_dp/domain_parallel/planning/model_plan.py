@@ -26,7 +26,7 @@ from credit_dp.domain_parallel.partition import (
     is_banded,
     too_few_rows_messages,
 )
-from credit_dp.domain_parallel.planned_run import planner_of_run
+from credit_dp.domain_parallel.planned_run import run_planner
 from credit_dp.domain_parallel.planning.comparison import Planner, Run, Unsharded
 from credit_dp.domain_parallel.planning.trace import (
     dtype_and_device,
@@ -217,13 +217,13 @@ def _run_model(
 def _error_unsharded(
     model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Exception | None:
-    token = planner_of_run.set(Unsharded())
+    token = run_planner.set(Unsharded())
     try:
         model(*args, **kwargs)
     except Exception as error:  # noqa: BLE001 - user code may raise anything
         return error
     finally:
-        planner_of_run.reset(token)
+        run_planner.reset(token)
     return None
 
 

@@ -122,7 +122,7 @@ def is_in_checkpoint() -> bool:
     return False
 
 
-def functions_of_users() -> dict[Any, Any]:
+def user_functions() -> dict[Any, Any]:
     """Return the `autograd.Function` types of users by the code of their `forward`."""
     found: list[Any] = []
     bases: list[Any] = [torch.autograd.Function]
@@ -154,8 +154,8 @@ DATA_DEPENDENT_ERRORS = (DataDependentOutputException, DynamicOutputShapeExcepti
 def reads_values(error: BaseException) -> bool:
     """Return whether code has read values of a tensor, which fake tensors don't have."""
     # `numpy` and `tolist` raise this error for any subclass of torch's tensor.
-    is_of_subclass = "is not supported for tensor subclasses" in str(error)
-    return isinstance(error, DATA_DEPENDENT_ERRORS) or is_of_subclass
+    is_about_subclass = "is not supported for tensor subclasses" in str(error)
+    return isinstance(error, DATA_DEPENDENT_ERRORS) or is_about_subclass
 
 
 @disable_compiler  # torch changes its stance in no step that is compiled, as backward may be

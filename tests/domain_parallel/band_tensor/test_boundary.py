@@ -295,9 +295,9 @@ def test_stages_of_a_pipeline_pass_on_what_is_in_bands():
     def on_rank(manager):
         stages = [Model(first), Model(second)]
         band = shard_tensor(x, manager=manager)
-        attach_domain(stages[0], manager, [SHAPE], of_stage=True)
+        attach_domain(stages[0], manager, [SHAPE], is_stage=True)
         shapes = [tuple(y.shape) for y in first(None, x)]
-        attach_domain(stages[1], manager, shapes, of_stage=True)
+        attach_domain(stages[1], manager, shapes, is_stage=True)
         state = stages[0](band)
         assert all(y.is_contiguous() for y in state)
         with pytest.raises(UserError, match="planned is a band of"):

@@ -7,11 +7,11 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from credit_dp.domain_parallel.band_tensor.moving import entries_of_bands, unfolded_rows
+from credit_dp.domain_parallel.band_tensor.moving import band_entries, unfolded_rows
 from credit_dp.domain_parallel.band_tensor.tensor import Band
 from credit_dp.domain_parallel.bands.indices import (
     bounds_around,
-    ranges_of_ranks,
+    rank_ranges,
     sliced_bounds,
     source_bounds,
     taken_bounds,
@@ -76,7 +76,7 @@ def test_folded_rows_are_folded_in_another_way(outer, new_outer, data):
         ]
 
     band, required = unfolded_rows(
-        Band(-1, outer, bounds), entries_of_bands(Band(-1, new_outer, new_bounds))
+        Band(-1, outer, bounds), band_entries(Band(-1, new_outer, new_bounds))
     )
     order = [entry for band in held(outer, bounds) for entry in band]
     sizes = list(map(len, held(outer, bounds)))
@@ -88,7 +88,7 @@ def test_folded_rows_are_folded_in_another_way(outer, new_outer, data):
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=9), st.data())
 def test_each_rank_gets_the_rows_of_its_indices(indices, data):
     bounds = data.draw(some_bounds(len(indices)))
-    found = [_rows(ranges) for ranges in ranges_of_ranks(tuple(indices), bounds)]
+    found = [_rows(ranges) for ranges in rank_ranges(tuple(indices), bounds)]
     assert found == [indices[a:b] for a, b in pairwise(bounds)]
 
 

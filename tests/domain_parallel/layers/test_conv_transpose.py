@@ -124,7 +124,7 @@ UPSAMPLING = [
 ]
 
 
-def _left_alone(manager, conv, shape, sizes, is_alone):
+def _exact_layers(manager, conv, shape, sizes, is_alone):
     model = nn.Sequential(copy.deepcopy(conv).double(), nn.Identity())
     convert_to_domain_parallel(model, manager)
     assert type(model[0]) is type(conv)
@@ -150,7 +150,7 @@ def test_rows_that_do_not_overlap_are_left_to_torch():
         for sizes in [(10, 10, 10), (9, 11, 10), (28, 1, 1)]:
             is_alone = sizes != (28, 1, 1)  # its output has balanced bands
             with entry((conv, sizes)):
-                on_threads(3, _left_alone, conv, shape, sizes, is_alone)
+                on_threads(3, _exact_layers, conv, shape, sizes, is_alone)
 
 
 def _left_alone_for_one_shape(manager):

@@ -68,8 +68,10 @@ def test_a_model_may_decide_by_values_of_fields(function):
 @pytest.mark.parametrize("function", DECISIONS)
 def test_a_plan_says_where_a_model_decides_and_what_it_assumes(function):
     run = attached_domain(convert(Model(function))).decision.run
-    assert [assumed.value for assumed in run.decisions] == DECIDING[function]
-    lines = [line for line in map(assumption_line, run.decisions) if "test_decisions.py:" in line]
+    assert [assumed.value for assumed in run.assumed] == DECIDING[function]
+    lines = [
+        line for line in map(assumption_line, run.assumed) if "test_assumed_values.py:" in line
+    ]
     assert len(lines) == len(DECIDING[function])
 
 
@@ -88,7 +90,7 @@ def test_a_plan_says_where_a_model_decides_and_what_it_assumes(function):
 def test_shapes_may_depend_on_fields_but_costs_are_then_unknown(function, caplog):
     assert attached_domain(convert(Model(function))).decision.run is None
     assert "costs are not known before training: model (Model), " in caplog.text
-    assert "test_decisions.py:" in caplog.text
+    assert "test_assumed_values.py:" in caplog.text
     check(lambda: Model(function))
 
 
@@ -98,7 +100,7 @@ def test_a_model_that_fails_in_every_branch_shows_its_first_error():
             raise ValueError("second")
         raise ValueError("first")
 
-    with pytest.raises(UserError, match=r"test_decisions.py:\d+: fails .*ValueError: first"):
+    with pytest.raises(UserError, match=r"test_assumed_values.py:\d+: fails .*ValueError: first"):
         convert(Model(fail))
 
 
@@ -107,7 +109,7 @@ def test_places_that_torch_reads_from_memory_are_refused():
         places = (x.mean((0, 2, 3)) * 0).long()[:2]
         return torch.cat(x.tensor_split(places, 1), 1)
 
-    with pytest.raises(UserError, match=r"test_decisions.py:\d+: an operator reads .*tolist"):
+    with pytest.raises(UserError, match=r"test_assumed_values.py:\d+: an operator reads .*tolist"):
         convert(Model(split))
 
 
@@ -183,4 +185,4 @@ def test_a_plan_knows_values_on_a_gpu():
         return x * (eastern + torch.arange(len(eastern), device="cuda")).sum().item()
 
     run = attached_domain(convert(Model(weigh))).decision.run
-    assert run.decisions == ()
+    assert run.assumed == ()

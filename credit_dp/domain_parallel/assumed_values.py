@@ -199,7 +199,7 @@ class Assumptions:
         """Begin a run, with the values of the last one as far as `change` has left them."""
         self._next = 0
         self._by_location: Counter[str] = Counter()
-        self.decisions: dict[str, bool | float] = {}
+        self.assumed: dict[str, bool | float] = {}
 
     def assume(self, func: Any, args: tuple[Any, ...], location: str) -> bool | float | None:
         """Return the value of an operation; None if the shapes of others may depend on it.
@@ -211,7 +211,7 @@ class Assumptions:
             EndlessLoopError: the run has decided too often.
         """
         if func is torch.ops.aten._local_scalar_dense.default and args[0].is_floating_point():
-            return self.decisions.setdefault(location, 1.0)
+            return self.assumed.setdefault(location, 1.0)
         is_truth_value = func is torch.ops.aten._local_scalar_dense.default and (
             args[0].dtype is torch.bool
         )
@@ -225,7 +225,7 @@ class Assumptions:
         value = self._values[self._next]
         self._next += 1
         self._by_location[location] += 1
-        self.decisions[location] = value
+        self.assumed[location] = value
         return value
 
     def change(self, error: Exception) -> bool:

@@ -93,11 +93,7 @@ FEBRUARY = re.compile(r"(\d{4}-02-)(?:29|30)(?!\d)")
 
 
 def _parse_date(text: str) -> datetime:
-    """Parse an ISO date; the last days of February, which not all calendars have, as the 28th.
-
-    Raises:
-        ValueError: no calendar has the date.
-    """
+    """Parse an ISO date; the last days of February, which not all calendars have, as the 28th."""
     return datetime.fromisoformat(FEBRUARY.sub(r"\g<1>28", text))
 
 

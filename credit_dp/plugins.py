@@ -157,11 +157,7 @@ def registration_hint(kind: PluginKind) -> str:
 
 
 def schema_node(name: str, config: type[Plugin]) -> DictConfig:
-    """Return the keys of a plug-in with their types and defaults, as Hydra's config store needs.
-
-    Raises:
-        UserError: a key has a type that YAML can't hold.
-    """
+    """Return the keys of a plug-in with their types and defaults, as Hydra's config store needs."""
     try:
         node: DictConfig = OmegaConf.structured(config)
     except OmegaConfBaseException as error:
@@ -259,11 +255,7 @@ def module_name(path: Path) -> str:
 
 
 def import_plugin_file(file: PluginFile) -> ModuleType:
-    """Import a plug-in file, once in each process, and return its module.
-
-    Raises:
-        UserError: the file does not exist, or its code fails.
-    """
+    """Import a plug-in file, once in each process, and return its module."""
     variable, path = file
     if not path.is_file():
         raise UserError(f"{variable}: there is no file {path}. Give the path of a Python file.")
@@ -291,11 +283,7 @@ def error_line(error: BaseException, path: Path) -> str:
 
 
 def configs_in(file: PluginFile, module: ModuleType) -> Sequence[type[Plugin]]:
-    """Return the config classes that a plug-in file defines, except base classes without a name.
-
-    Raises:
-        UserError: there is none, or one is not a dataclass.
-    """
+    """Return the config classes that a plug-in file defines, except base classes without a name."""
     classes = dict.fromkeys(value for value in vars(module).values() if isinstance(value, type))
     defined = [
         each for each in classes if issubclass(each, Plugin) and each.__module__ == module.__name__
@@ -330,11 +318,7 @@ def default_name(config: type) -> object:
 
 
 def plugin_name(file: PluginFile, config: type[Plugin]) -> str:
-    """Return the name by which a config chooses a plug-in.
-
-    Raises:
-        UserError: it has no name, or one that can't be the value of a key.
-    """
+    """Return the name by which a config chooses a plug-in."""
     name = default_name(config) if has_name(config) else None
     # Hydra would take `schema...` for one of this package's schema nodes.
     if not isinstance(name, str) or not re.fullmatch(r"(?!schema)[A-Za-z][\w-]*", name):

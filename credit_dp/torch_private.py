@@ -215,11 +215,7 @@ def operator_of(func: Any) -> Any:
 
 
 def check_convolution(*args: Any) -> None:
-    """Check sizes of a convolution on the meta device, whose kernel does not.
-
-    Raises:
-        RuntimeError: they do not fit.
-    """
+    """Check sizes of a convolution on the meta device, whose kernel does not."""
     torch._C._select_conv_backend(*args)
 
 

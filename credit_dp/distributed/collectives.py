@@ -101,11 +101,7 @@ def run_catching(action: Callable[[], T]) -> Outcome[T]:
 
 
 def result_or_raise(outcome: Outcome[T]) -> T:
-    """Return the result of an outcome.
-
-    Raises:
-        UserError: the one that the action raised.
-    """
+    """Return the result of an outcome."""
     if outcome.message is not None:
         raise UserError(outcome.message)
     return outcome.result  # type: ignore[return-value]  # there was no error
@@ -115,9 +111,6 @@ def gather_from_all_ranks(action: Callable[[], T]) -> list[T]:
     """Return the results of `action` on all ranks, or raise the same error on every rank.
 
     Collective, like `run_on_all_ranks`; the results are pickled, so they should be small.
-
-    Raises:
-        UserError: the error of the lowest rank whose `action` raised one.
     """
     outcomes = all_gather_object(run_catching(action))
     return [result_or_raise(outcome) for outcome in outcomes]

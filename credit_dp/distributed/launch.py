@@ -80,11 +80,7 @@ def run_single_process(config: Config, run: str) -> int:
 def run_as_launched_rank(
     config: Config, launcher: Launcher, run: str, advice: Callable[[], str]
 ) -> int:
-    """Run as one rank of a launcher and return its exit code; one of the ranks reports failures.
-
-    Raises:
-        UserError: the ranks can't meet.
-    """
+    """Run as one rank of a launcher and return its exit code; one of the ranks reports failures."""
     # torch's `env://` reads the address of rank 0 from these variables.
     # They keep what the user has set.
     os.environ["MASTER_ADDR"] = rendezvous_host(launcher, os.environ)

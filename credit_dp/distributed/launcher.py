@@ -113,10 +113,6 @@ def rendezvous_host(launcher: Launcher, environment: Mapping[str, str]) -> str:
     """Return the host of rank 0, after checking that the ranks can meet there.
 
     Otherwise all of them would wait for minutes.
-
-    Raises:
-        UserError: the host is unknown or, on rank 0, another one, or has no address there, or its
-            port is in use.
     """
     address, port = launcher.address, launcher.port
     if address is None:
@@ -341,11 +337,7 @@ SIZES = (*(name for known in MPI for name in known.size), "FLUX_JOB_SIZE")
 
 
 def _refuse_unknown_ranks(env: Mapping[str, str]) -> None:
-    """Refuse an environment that tells a rank, unless it is known to be that of a single process.
-
-    Raises:
-        UserError: naming the variables, and those to set.
-    """
+    """Refuse an environment that tells a rank, unless it is that of a single process."""
     found = [f"{name}={env[name]}" for name in RANKS if name in env]
     if env.get("RANK", "0") != "0":  # 0 may be anything
         found.append(f"RANK={env['RANK']}")

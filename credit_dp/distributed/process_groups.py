@@ -59,9 +59,6 @@ def raise_file_limit(ranks: RankInfo) -> None:
     """Let this process open as many files and connections as the system allows.
 
     Usual limits are 1,024 and, on request, many more. Ranks on CPUs are connected to each other.
-
-    Raises:
-        UserError: torchrun, whose limit this process has before, may open too few.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if ranks.rank == 0 and agent_serves_store(os.environ):
@@ -127,11 +124,7 @@ def files_needed(parallel: ParallelConfig, ranks: RankInfo, gloo: bool, launched
 
 
 def check_file_limit(parallel: ParallelConfig, ranks: RankInfo, gloo: bool, launched: bool) -> None:
-    """Refuse a run in which this rank would open more files than it may, before the ranks meet.
-
-    Raises:
-        UserError: the limit is too low.
-    """
+    """Refuse a run in which this rank would open more files than it may, before the ranks meet."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = files_needed(parallel, ranks, gloo, launched)
     if not may_open_few_files():

@@ -206,9 +206,6 @@ class Assumptions:
 
         Args:
             location: file and line of the model that called it.
-
-        Raises:
-            EndlessLoopError: the run has decided too often.
         """
         if func is torch.ops.aten._local_scalar_dense.default and args[0].is_floating_point():
             return self.assumed.setdefault(location, 1.0)

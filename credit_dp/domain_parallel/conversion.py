@@ -40,11 +40,7 @@ class WrongRuleError(UserError):
 
 
 def _apply_rule(rule: Converter, module: nn.Module, path: str) -> nn.Module:
-    """Return the replacement of a module by a rule of the user's.
-
-    Raises:
-        WrongRuleError: the rule fails, or returns no module.
-    """
+    """Return the replacement of a module by a rule of the user's."""
     title = f"{path or 'model'}: the rule of {type(module).__name__}"
     try:
         replacement: Any = rule(module)

@@ -201,9 +201,6 @@ def carry_out(
 
     Args:
         model: with its converted layers, if these were planned.
-
-    Raises:
-        UserError: the model can't be sharded.
     """
     manager, shapes = conversion.manager, decision.input_shapes
     if decision.problems:

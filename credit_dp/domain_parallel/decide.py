@@ -324,11 +324,7 @@ def plan_layers(
     wanted: Wanted,
     inputs: InputFactory | None = None,
 ) -> Decision:
-    """Plan a model with converted layers; one that is refused is not changed.
-
-    Raises:
-        UserError: the model can't be computed by these layers.
-    """
+    """Plan a model with converted layers; one that is refused is not changed."""
     manager = conversion.manager
     with conversion.all_layers(), manager.bands.undone_on_error():
         make_inputs = inputs or empty_inputs(model, shapes)
@@ -498,11 +494,7 @@ def check_limit(
     run: DryRun,
     limit: float | None,
 ) -> None:
-    """Refuse a model of which a rank would hold too much because of calls that run whole.
-
-    Raises:
-        UserError: names the calls, the memory, and the largest number of ranks that passes.
-    """
+    """Refuse a model of which a rank would hold too much because of calls that run whole."""
     if limit is None or run.is_within(limit):
         return
     most = _largest_within(model, shapes, inputs, run, limit)

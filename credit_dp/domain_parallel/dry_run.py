@@ -299,7 +299,7 @@ class _Recorder:
         if (
             backward_pass() >= 0
             or self.costs is not None
-            or not (bands or any(map(self._is_whole, tensors)))
+            or not (bands or any(id(x.local.untyped_storage()) in self.whole for x in tensors))
         ):
             yield
             return
@@ -312,9 +312,6 @@ class _Recorder:
             yield
         finally:
             self.costs = None
-
-    def _is_whole(self, x: BandTensor) -> bool:
-        return id(x.local.untyped_storage()) in self.whole
 
     def add_whole_results(self, operands: Sequence[Any], results: Sequence[Any]) -> None:
         assert self.costs is not None

@@ -245,11 +245,7 @@ def initialize_domain_parallel(
 
 
 def get_domain_parallel_manager() -> DomainParallelManager:
-    """Return the manager that `initialize_domain_parallel` created last.
-
-    Raises:
-        UserError: there is none.
-    """
+    """Return the manager that `initialize_domain_parallel` created last."""
     if _default_manager is None:
         raise UserError(
             "get_domain_parallel_manager: there is no manager. "

@@ -63,11 +63,7 @@ class ThreadRanks(Generic[Result]):
         self._errors: list[tuple[int, BaseException]] = []
 
     def run(self, work: Callable[[int], Result]) -> list[Result]:
-        """Return the results of `work(rank)`, in rank order.
-
-        Raises:
-            RankError: a rank failed (the error is that of the first) or is stuck.
-        """
+        """Return the results of `work(rank)`, in rank order."""
         threads = [
             threading.Thread(target=self._run_rank, args=(work, rank), daemon=True)
             for rank in range(self.world.size)

@@ -146,11 +146,7 @@ def verify_domain_parallel(
 
 
 def _existing_device(name: torch.device | str) -> torch.device:
-    """Return a device with its number.
-
-    Raises:
-        UserError: it is no CPU or GPU of this machine.
-    """
+    """Return a device with its number."""
     try:
         device = torch.empty(0, device=name).device
     except (AssertionError, RuntimeError) as error:  # the former from a build for CPUs
@@ -184,11 +180,7 @@ def train_without_dropout(model: nn.Module) -> nn.Module:
 
 
 def check_outputs_are_deterministic(model: nn.Module, inputs: list[Tensor]) -> None:
-    """Refuse a model whose outputs for the same input differ from call to call.
-
-    Raises:
-        UserError: the outputs differ.
-    """
+    """Refuse a model whose outputs for the same input differ from call to call."""
     gpus = {x.device for x in inputs if x.is_cuda}
 
     def random_states() -> list[Tensor]:

@@ -129,11 +129,7 @@ def translate_error_keys(store: str) -> Iterator[None]:
 
 
 def initial_time_indices(request: ScoreRequest, forecast: ForecastStore) -> NDArray[np.intp]:
-    """Return the indices of the selected initial times.
-
-    Raises:
-        UserError: there are none between the dates.
-    """
+    """Return the indices of the selected initial times."""
     times = forecast.initial_times
     if not request.dates:
         return np.arange(len(times))
@@ -151,11 +147,7 @@ def initial_time_indices(request: ScoreRequest, forecast: ForecastStore) -> NDAr
 
 
 def lead_time_indices(request: ScoreRequest, forecast: ForecastStore) -> NDArray[np.intp]:
-    """Return the indices of the selected lead times.
-
-    Raises:
-        UserError: a requested lead time is missing.
-    """
+    """Return the indices of the selected lead times."""
     hours = forecast.lead_times / HOUR
     for hour in request.hours:
         if hour not in hours:
@@ -170,11 +162,7 @@ def lead_time_indices(request: ScoreRequest, forecast: ForecastStore) -> NDArray
 def common_step_hours(
     forecast: ForecastStore, times: NDArray[np.datetime64], leads: NDArray[np.generic]
 ) -> int:
-    """Return the largest step that divides all lead times and the time between initial times.
-
-    Raises:
-        UserError: one of these is not in whole hours.
-    """
+    """Return the largest step that divides all lead times and the time between initial times."""
     spans = {"lead times need": leads, "initial times need steps of": times - times[0]}
     for needed, durations in spans.items():
         uneven = durations[durations % HOUR != 0 * HOUR]
@@ -188,11 +176,7 @@ def common_step_hours(
 
 
 def scored_variables(request: ScoreRequest, forecast: ForecastStore) -> list[str]:
-    """Return the names of the variables to score.
-
-    Raises:
-        UserError: a requested variable is missing, or the store has no forecast variables.
-    """
+    """Return the names of the variables to score."""
     for name in (*request.variables, *request.masked):
         if name not in forecast.variables:
             key = "variables" if name in request.variables else "masked"
@@ -350,9 +334,6 @@ def truth_step_hours(
     The forecast's sums and the truth's have to cover the same span. If the forecast states no span,
     the step is the one between all of its lead times, not only the scored ones. It is at most 24
     hours, so that a climatology is fitted to all of these days, unless the truth has longer steps.
-
-    Raises:
-        UserError: initial and lead times are no multiples of the span.
     """
     summed = [name for name in names if is_accumulated(name, DataConfig())]
     step = common_step_hours(

@@ -217,9 +217,6 @@ def line_values(values: Values, step: float | None = None) -> NDArray[np.float64
     """Return the values of lines: multiples of a step, or of a round one that fits the range.
 
     Charts have 4 or 8 dam, and 4 hPa. A field that is the same everywhere has no lines.
-
-    Raises:
-        UserError: the step is too small.
     """
     finite = values[np.isfinite(values)]
     if not len(finite):

@@ -237,11 +237,7 @@ class GroupReader:
             )
 
     def _read_climatology(self, times: Times) -> FieldArray:
-        """Read the climatology and check it.
-
-        Raises:
-            UserError: it has no value where the truth has one, or one out of range.
-        """
+        """Read the climatology and check it."""
         with translate_error_keys("climatology"):
             fields = self._aligned.climatology.fields(times, self._channels, self._rows)
         if self._within_limits(fields, self._channels):
@@ -262,11 +258,7 @@ class GroupReader:
         return fields
 
     def _read_forecasts(self, name: str, channels: slice, batch: Indices) -> FieldArray:
-        """Read the forecasts of a variable, `(I, leads, M, C, H, W)`, and check them.
-
-        Raises:
-            UserError: one has no value where the truth has one, or is far out of range.
-        """
+        """Read the forecasts of a variable, `(I, leads, M, C, H, W)`, and check them."""
         aligned = self._aligned
         forecast = aligned.forecast
         levels = [channel.level for channel in aligned.truth.channels.output_channels[channels]]

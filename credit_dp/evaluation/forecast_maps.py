@@ -116,11 +116,7 @@ class Chart:
     """
 
     def __init__(self, store: ForecastStore, planet: str, request: ChartRequest) -> None:
-        """Find what is requested, and the colours from some of the fields.
-
-        Raises:
-            UserError: the forecast lacks it, or a field can't be read.
-        """
+        """Find what is requested, and the colours from some of the fields."""
         self._store = store
         self._request = request
         self._variable = find_variable(store, request.variable)
@@ -210,11 +206,7 @@ class Chart:
 
 
 def find_variable(store: ForecastStore, name: str) -> str:
-    """Return the variable of this name, or for an empty one the usual one, or the first.
-
-    Raises:
-        UserError: the forecast has none, or not this one; lists those that it has.
-    """
+    """Return the variable of this name, or for an empty one the usual one, or the first."""
     if not store.variables:
         raise UserError(f"{store.where}: has no variable on time, lead time, rows and columns.")
     if name and name not in store.variables:
@@ -226,11 +218,7 @@ def find_variable(store: ForecastStore, name: str) -> str:
 
 
 def find_level(store: ForecastStore, variable: str, level: int | None) -> int | None:
-    """Return a level of a variable; None for a variable without levels.
-
-    Raises:
-        UserError: the variable has no levels, or not this one.
-    """
+    """Return a level of a variable; None for a variable without levels."""
     levels = store.variables[variable].levels
     if not levels:
         if level is not None:
@@ -244,11 +232,7 @@ def find_level(store: ForecastStore, variable: str, level: int | None) -> int | 
 
 
 def find_init(store: ForecastStore, text: str) -> int:
-    """Return the index of an initial time; the first for an empty text.
-
-    Raises:
-        UserError: the forecast does not have it.
-    """
+    """Return the index of an initial time; the first for an empty text."""
     times = store.initial_times
     found = np.flatnonzero(times == store.calendar.parse("init", text)) if text else np.array([0])
     if not len(found):
@@ -259,11 +243,7 @@ def find_init(store: ForecastStore, text: str) -> int:
 
 
 def find_leads(store: ForecastStore, hours: float | None) -> list[int]:
-    """Return the indices of a lead time, or of all.
-
-    Raises:
-        UserError: the forecast does not have it.
-    """
+    """Return the indices of a lead time, or of all."""
     if hours is None:
         return list(range(len(store.lead_times)))
     stored = store.lead_times / np.timedelta64(1, "h")
@@ -276,11 +256,7 @@ def find_leads(store: ForecastStore, hours: float | None) -> list[int]:
 
 
 def find_box(cells: Grid, request: ChartRequest) -> Box | None:
-    """Return the part of a grid to show, None for all.
-
-    Raises:
-        UserError: the region is unknown or outside of the grid, or the grid is on a projection.
-    """
+    """Return the part of a grid to show, None for all."""
     if request.projection:
         checks.one_of("projection", request.projection, PROJECTIONS)
     if cells.is_projected:

@@ -56,11 +56,7 @@ def is_sum(array: xr.DataArray) -> bool:
 
 
 def accumulation_span(dataset: xr.Dataset, where: str) -> np.timedelta64 | None:
-    """Return the span of sums, from the bounds of the lead times; None without sums or bounds.
-
-    Raises:
-        UserError: spans differ, or do not end at the lead time.
-    """
+    """Return the span of sums, from the bounds of the lead times; None without sums or bounds."""
     if not any(is_sum(array) for array in dataset.data_vars.values()):
         return None
     name = dataset[LEAD_DIM].attrs.get("bounds", dataset[LEAD_DIM].encoding.get("bounds"))
@@ -379,9 +375,6 @@ def column_order(expected: Grid, stored: Grid, where: str, key: str) -> NDArray[
 
     Args:
         stored: that of the store `where`, which was given as `key`.
-
-    Raises:
-        UserError: the grids differ in more than the order of columns.
     """
     if not (expected.is_projected or stored.is_projected):
         check_same_rows(expected.latitude, stored.latitude, where, key)
@@ -400,9 +393,6 @@ def check_same_rows(expected: Degrees, stored: Degrees, where: str, key: str) ->
 
     Args:
         stored: latitudes of the store `where`, which was given as `key`.
-
-    Raises:
-        UserError: the latitudes differ.
     """
     # `not <=` instead of `>`: NaN compares as False and has to be refused, too.
     if len(expected) != len(stored) or not np.abs(expected - stored).max() <= COORDINATE_TOLERANCE:
@@ -413,9 +403,6 @@ def column_indices(expected: Degrees, stored: Degrees, where: str, key: str) -> 
     """Return the index of the store's column at each expected longitude: `(W,)`.
 
     Longitudes are compared modulo 360 degrees, so that stores may begin at -180 or 0.
-
-    Raises:
-        UserError: the longitudes differ.
     """
     if len(expected) != len(stored):
         raise _grid_error("columns", "longitude", expected, stored, where, key)

@@ -177,11 +177,7 @@ class RegionPoints:
 
     @classmethod
     def of(cls, name: str, truth: Store) -> "RegionPoints":
-        """Return the points of a region on the truth's grid.
-
-        Raises:
-            UserError: the grid has no point in it.
-        """
+        """Return the points of a region on the truth's grid."""
         if name == GLOBAL:  # the whole grid
             everything = slice(None)
             return cls(everything, everything, torch.from_numpy(truth.grid.weights))
@@ -396,11 +392,7 @@ class Scorer:
             scores.add_seeps(index, leads, torch.from_numpy(values))
 
     def result(self, request: ScoreRequest) -> Scorecard:
-        """Return the scorecard of all forecasts that were added.
-
-        Raises:
-            UserError: a score is not finite.
-        """
+        """Return the scorecard of all forecasts that were added."""
         aligned = self._aligned
         truth = aligned.truth
         results = [

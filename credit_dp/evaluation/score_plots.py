@@ -358,9 +358,6 @@ def channels_to_draw(scores: HeldOutScores, last: LastLeadDiagnostics) -> list[i
     """Return the map's channel, if it has spectra, and one channel with another unit.
 
     Channels without power in one of the latitude bands are left out if there are others.
-
-    Raises:
-        UserError: no channel has power in any band.
     """
     spectra = dict(zip(last.spectra_channels, last.spectra.swapaxes(0, 1), strict=True))
     some = [c for c, both in spectra.items() if has_power(both)]

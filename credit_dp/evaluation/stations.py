@@ -342,11 +342,7 @@ class _Column:
         name: str,
         other: str,
     ) -> "_Column":
-        """Return the observations in the forecast's unit, without those outside the limits.
-
-        Raises:
-            UserError: the units can't be converted, or most values are outside.
-        """
+        """Return the observations in the forecast's unit, without those outside the limits."""
         stored = observations.values[other]
         unit = forecast.variables[name].units or usual_unit(name)
         scale, offset = _conversion(forecast, observations, other, unit)
@@ -461,11 +457,7 @@ def _cure(
 
 
 def _turn_winds(forecast: ForecastStore, names: Iterable[str]) -> None:
-    """Read winds eastward and northward, as they are at stations.
-
-    Raises:
-        UserError: the forecast does not say how a wind on a projection lies, or it can't be turned.
-    """
+    """Read winds eastward and northward, as they are at stations."""
     for name in names:
         stated = forecast.variables[name].standard_name
         if other_component(name) and lies_along_grid(stated, forecast.grid) is None:
@@ -480,12 +472,7 @@ def _turn_winds(forecast: ForecastStore, names: Iterable[str]) -> None:
 def _variables(
     request: ScoreRequest, forecast: ForecastStore, observations: Observations
 ) -> dict[str, str]:
-    """Return the observed variable of each scored one; names of ECMWF and of ERA5 are the same.
-
-    Raises:
-        UserError: a variable is not among the forecasts or observations, or is twice among these,
-            or none is in both.
-    """
+    """Return the observed variable of each scored one; names of ECMWF and of ERA5 are the same."""
     observed: dict[str, str] = {}
     for name in observations.values:
         first = observed.setdefault(canonical_name(name), name)
@@ -518,11 +505,7 @@ def _variables(
 def _conversion(
     forecast: ForecastStore, observations: Observations, other: str, unit: str
 ) -> tuple[float, float]:
-    """Return `(scale, offset)` from the unit of the observations to that of the forecast.
-
-    Raises:
-        UserError: the units can't be converted.
-    """
+    """Return `(scale, offset)` from the unit of the observations to that of the forecast."""
     conversion = find_conversion(observations.units[other], unit)
     if conversion is None:
         raise UserError(
@@ -533,11 +516,7 @@ def _conversion(
 
 
 def _covered(observations: Observations, forecast: ForecastStore) -> NDArray[np.bool_]:
-    """Return which stations the forecast's grid covers.
-
-    Raises:
-        UserError: it covers none.
-    """
+    """Return which stations the forecast's grid covers."""
     inside = ~outside_points(forecast.grid, observations.latitude, observations.longitude)
     if not inside.any():
         raise UserError(

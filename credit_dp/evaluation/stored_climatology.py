@@ -178,11 +178,7 @@ class StoredClimatology:
         return np.asarray(values[hour_inverse, day_inverse], dtype=np.float32)
 
     def _day_and_hour_indices(self, times: Times) -> tuple[Indices, Indices]:
-        """Return the store's indices of the days and the hours of several times.
-
-        Raises:
-            UserError: the store lacks a day or an hour.
-        """
+        """Return the store's indices of the days and the hours of several times."""
         # Day of the year from 1, as xarray's `dayofyear`: 366 in leap years only.
         days = self._calendar.days_of_year(times)
         hours = (times - times.astype("M8[D]")) / np.timedelta64(1, "h")  # 0.5 is no hour 0
@@ -208,11 +204,7 @@ class StoredClimatology:
         return _find_indices(self._days, days), _find_indices(self._hours, hours)
 
     def _stored_channel(self, channel: Channel) -> Channel:
-        """Return the channel under the name that the store has for its mean.
-
-        Raises:
-            UserError: the store has it under no known name.
-        """
+        """Return the channel under the name that the store has for its mean."""
         dims = {"dayofyear", "hour", "level", *HORIZONTAL}
         variable = channel.variable
         long, level = long_name(variable, channel.level)
@@ -230,11 +222,7 @@ class StoredClimatology:
         )
 
     def _level_index(self, channel: Channel) -> int:
-        """Return the index of a stored channel's level; 0 for a variable without levels.
-
-        Raises:
-            UserError: the store lacks the level.
-        """
+        """Return the index of a stored channel's level; 0 for a variable without levels."""
         dims = self._dataset[channel.variable].dims
         if ("level" in dims) != (channel.level is not None):
             needed = "no level" if channel.level is None else f"the level {channel.level}"

@@ -102,11 +102,7 @@ def cast_model(model: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 
 def _build_plugin_model(config: OwnModelConfig, fields: Fields, grid: GridShape) -> nn.Module:
-    """Return what the user's `build` returns; its errors become a `UserError` of one line.
-
-    Raises:
-        UserError: there is no `build`, it fails, or it returns something else.
-    """
+    """Return what the user's `build` returns; its errors become a `UserError` of one line."""
     config_type = type(config)
     if config_type.build is OwnModelConfig.build:
         raise UserError(

@@ -121,11 +121,7 @@ class WindowAttention(GroupedRows, ABC):
         return query, key
 
     def groups(self, height: int) -> RowGroups:
-        """Return the windows of rows.
-
-        Raises:
-            ValueError: the globe does not have the rows that the layer was built for.
-        """
+        """Return the windows of rows."""
         if height != self.globe[1]:
             raise ValueError(
                 f"{type(self).__name__}: was built for {self.globe[1]} rows, got {height}. Build "
@@ -300,11 +296,7 @@ def recover_patches(
 
 
 def check_patches(config: WindowsConfig, grid: GridShape) -> None:
-    """Refuse a grid with fewer than three rows or columns of patches.
-
-    Raises:
-        UserError: it has fewer.
-    """
+    """Refuse a grid with fewer than three rows or columns of patches."""
     patch = config.patch[-2:]
     if min(patch_counts(grid, patch)) < 3:
         rows, columns = (2 * size + 1 for size in patch)

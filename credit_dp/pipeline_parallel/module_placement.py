@@ -28,11 +28,7 @@ UNCOUNTED_TYPES = ("meta",)  # device types that need no hardware and have no `t
 
 
 def get_device(device: Device) -> torch.device:
-    """Return a `torch.device` that this machine has.
-
-    Raises:
-        UserError: torch has no device of this name, or this machine has none.
-    """
+    """Return a `torch.device` that this machine has."""
     if not isinstance(device, (str, torch.device)):
         raise UserError(f"{device!r} is not a device, it needs a name like cpu or cuda:0")
     try:
@@ -66,9 +62,6 @@ def move_to_device(data: Any, device: Device) -> Any:
     object without anything to move is returned itself. An object that occurs twice is moved once
     and still occurs twice. Modules are moved in place. If an object contains itself, its copy on
     the device contains the original.
-
-    Raises:
-        UserError: there is no such device.
     """
     return _Mover(get_device(device)).move(data)
 
@@ -228,11 +221,7 @@ def restore_methods(module: nn.Module) -> None:
 
 
 def check_module_names(model: nn.Module, names: Sequence[str]) -> None:
-    """Refuse names of modules that do not exist, and two names of one module.
-
-    Raises:
-        UserError: with the nearest existing names.
-    """
+    """Refuse names of modules that do not exist, and two names of one module."""
     modules = dict(model.named_modules(remove_duplicate=False))
     model_name = type(model).__name__
     unknown = [name for name in names if name not in modules]
@@ -256,11 +245,7 @@ def _nearest_names(name: str, known: list[str]) -> str:
 
 
 def check_tied_parameters(model: nn.Module, devices: Mapping[str, torch.device]) -> None:
-    """Refuse a parameter that is shared by modules on different devices.
-
-    Raises:
-        UserError: with both names of the parameter.
-    """
+    """Refuse a parameter that is shared by modules on different devices."""
     first_uses: dict[nn.Parameter, tuple[str, torch.device]] = {}
     # A shared parameter comes once under each of its names.
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -369,9 +354,6 @@ def unparallelize_pipeline(model: Module, common_device: Device | None = None) -
     """Undo `parallelize_pipeline`, move the model to `common_device`, and return it.
 
     Without `common_device` its parameters stay on their devices.
-
-    Raises:
-        UserError: there is no such device.
     """
     device = None if common_device is None else get_device(common_device)
     for module in model.modules():
@@ -450,9 +432,6 @@ def model_output_device(
         layout: as in `parallel.layout`.
         device: of the run, on which the model is built.
         first_gpu: index of the GPU that is `cuda:0` in the layout of this rank.
-
-    Raises:
-        UserError: there is no such device.
     """
     if ROOT not in layout:
         return device

@@ -42,11 +42,7 @@ from credit_dp.models.segments import SegmentedModel, SegmentState
 
 
 def as_segmented(model: nn.Module) -> SegmentedModel:
-    """Return the model as a `SegmentedModel`.
-
-    Raises:
-        UserError: it is not one.
-    """
+    """Return the model as a `SegmentedModel`."""
     if not isinstance(model, SegmentedModel):
         raise UserError(
             f"parallel.pipeline: a pipeline needs a model in segments, but {type(model).__name__} "
@@ -150,11 +146,7 @@ def _check_names(names: Sequence[str], stages: int, named: Sequence[str]) -> Non
 
 @final
 class OtherStageModule(nn.Module):
-    """Takes the position of a module that only other stages of the pipeline use.
-
-    Raises:
-        UserError: it is called.
-    """
+    """Takes the position of a module that only other stages of the pipeline use."""
 
     def __init__(self, path: str, stage: int) -> None:
         super().__init__()

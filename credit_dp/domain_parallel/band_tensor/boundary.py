@@ -325,9 +325,6 @@ class Inputs:
 
         Beside a planned field it has to have the columns of one, too: others may be whole, as those
         of a single row are that were planned.
-
-        Raises:
-            UserError: its channels or columns are others.
         """
         is_planned = any(is_band(field) for _, field in entered)
         for x, field in entered:

@@ -30,6 +30,7 @@ from credit_dp.domain_parallel.band_tensor.tensor import (
     wrap,
     write_count,
 )
+from credit_dp.domain_parallel.bands.indices import ranges_of
 from credit_dp.domain_parallel.bands.rows import is_wide
 from credit_dp.domain_parallel.exchange import RowExchange, RowRange
 from credit_dp.domain_parallel.halo_exchange import (
@@ -106,7 +107,7 @@ def find_rows(
         there = set(range(band.start, band.stop)).union(
             *(_plain_rows(exchange.required_rows[rank]) for exchange in fetched)
         )
-        missing.append(_as_ranges(sorted(_plain_rows(wanted.required_rows[rank]) - there)))
+        missing.append(ranges_of(sorted(_plain_rows(wanted.required_rows[rank]) - there)))
     exchange = RowExchange(wanted.partition, tuple(missing), wanted.rank) if any(missing) else None
     sources: dict[int, tuple[int, int]] = {}  # of each row: which source, and where in it
     for i, other in enumerate((*fetched, *([exchange] if exchange else []))):
@@ -135,16 +136,6 @@ def find_rows(
 
 def _plain_rows(ranges: tuple[RowRange, ...]) -> set[int]:
     return {row for r in ranges if not r.zero_filled for row in range(r.start, r.stop)}
-
-
-def _as_ranges(rows: list[int]) -> tuple[RowRange, ...]:
-    ranges: list[RowRange] = []
-    for row in rows:
-        if ranges and ranges[-1].stop == row:
-            ranges[-1] = ranges[-1]._replace(stop=row + 1)
-        else:
-            ranges.append(RowRange(row, row + 1))
-    return tuple(ranges)
 
 
 def start_reading(

@@ -94,7 +94,8 @@ class OnRows(torch.autograd.Function):
         x, weight, bias, *kept = ctx.saved_tensors
         layer, settings, needs = ctx.layer, ctx.settings, ctx.needs_input_grad[1:4]
         refresh_all(x, grad)
-        if torch.is_grad_enabled() or keeps_messages() or not _is_like(grad, x):
+        is_like_x = type(grad) is BandTensor and grad.rows == x.rows and grad.dtype is x.dtype
+        if torch.is_grad_enabled() or keeps_messages() or not is_like_x:
             if ctx.bias is not None:  # its values do not matter
                 shape, dtype, device = ctx.bias
                 bias = torch.zeros(shape, dtype=dtype, device=device, requires_grad=needs[2])
@@ -126,10 +127,6 @@ def _run(
         like = _results[key] = likes[0]
     local, kept = layer.forward(x.local, weight, bias, settings)
     return new_tensor(like.in_order(local), x.rows, x.domain, like), kept
-
-
-def _is_like(grad: Any, x: BandTensor) -> bool:
-    return type(grad) is BandTensor and grad.rows == x.rows and grad.dtype is x.dtype
 
 
 def _whole_part(grad: Tensor | None, domain: Domain) -> BandTensor | None:

@@ -463,11 +463,7 @@ def overlaps(shape: Sequence[int], strides: Sequence[int]) -> bool:
 
 
 def _checked(origin: ViewOrigin) -> ViewOrigin:
-    """Return where a copy came from.
-
-    Raises:
-        UserError: its base has another shape since.
-    """
+    """Return where a copy came from."""
     if origin.base.has_changed_shape:
         raise UserError(
             "A field that is a view, or has views, changed its shape in place, by a function as "

@@ -44,8 +44,8 @@ from credit_dp.domain_parallel.bands.padding import (
     flipped_rows,
     padded_rows,
     rolled_rows,
-    rows_beyond_poles,
 )
+from credit_dp.domain_parallel.bands.rows import rows_beyond_poles
 from credit_dp.domain_parallel.exchange import RowRange
 
 aten = torch.ops.aten

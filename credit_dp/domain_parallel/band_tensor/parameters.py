@@ -100,11 +100,7 @@ def gradient_share(grad: Tensor, domain: Domain) -> Tensor:
 
 
 def take_share(grad: Tensor) -> Tensor | None:
-    """Let a parameter get a share, as a hook of its gradient; others are plain already.
-
-    Raises:
-        UserError: shares and gradients of the globe have been added.
-    """
+    """Let a parameter get a share, as a hook of its gradient; others are plain already."""
     if type(grad) is ShareTensor:
         return grad.local
     if type(grad) is BandTensor and grad.has_plain:

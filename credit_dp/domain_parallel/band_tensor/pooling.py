@@ -234,10 +234,6 @@ def _gradient_elsewhere(
 # ---------------------------------------------------------------- maxima
 
 
-def _lowest(dtype: torch.dtype) -> float:
-    return -torch.inf if dtype.is_floating_point else torch.iinfo(dtype).min
-
-
 def _clamped(span: tuple[int, int, int]) -> list[int]:
     first, stop, height = span
     return [min(max(row, 0), height - 1) for row in range(first, stop)]
@@ -265,7 +261,8 @@ def max_pool(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         y = rows.new_empty(_resized(rows, dim, sizes, 0))
         return Part(y, needed.out), Part(y.long(), needed.out)
     span = needed.first, needed.stop
-    filled = fill_beyond_poles(rows, dim, *span, height, _lowest(x.dtype))
+    lowest = -torch.inf if x.dtype.is_floating_point else torch.iinfo(x.dtype).min
+    filled = fill_beyond_poles(rows, dim, *span, height, lowest)
     maxima, indices = func(filled, *pool.arguments(dim))
     # A filled row holds the maximum only if all rows of the globe are -inf; clamping then gives
     # the first of these, as in torch.

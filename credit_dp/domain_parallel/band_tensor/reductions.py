@@ -113,6 +113,10 @@ def rows_after(band: Band, ndim: int, dims: tuple[int, ...], keepdim: bool) -> B
     return band if keepdim else band._replace(dim=band.dim + sum(d > dim for d in dims))
 
 
+# Of parts of a sum they are parts of what they are of the sum.
+LINEAR = {aten.sum.default, aten.sum.dim_IntList, aten.mean.default, aten.mean.dim}
+
+
 def reduction(*names: str) -> Callable[[Combine], Combine]:
     """Register what combines the bands of operators that reduce over rows, or need all of them."""
 
@@ -132,7 +136,7 @@ def _reduction_rule(combine: Combine | None, keeps_dim: bool = False) -> Any:
             return run_whole(func, args, kwargs)
         refresh(x)
         band = x.rows
-        if band is PARTIAL and combine is sum_over_rows and _is_sum(func):
+        if band is PARTIAL and func in LINEAR:
             return Part(func(x.local, *args[1:], **kwargs), PARTIAL)
         if not isinstance(band, Band):
             return parts(func(whole(x), *args[1:], **kwargs), WHOLE)
@@ -153,10 +157,6 @@ def _reduction_rule(combine: Combine | None, keeps_dim: bool = False) -> Any:
         return parts(empty[0] if is_one else empty, rows)
 
     return rule
-
-
-def _is_sum(func: Any) -> bool:
-    return func in {aten.sum.default, aten.sum.dim_IntList, aten.mean.default, aten.mean.dim}
 
 
 @reduction(

@@ -518,9 +518,6 @@ def check_model_runs(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     """Refuse a call on a field that has left its model by an attribute or a hook.
 
     Elsewhere tensors are bands, and ranks need not call alike, so that a collective would hang.
-
-    Raises:
-        UserError: a field is that of a model.
     """
     if domain_of((args, kwargs)).has_model:
         raise UserError(

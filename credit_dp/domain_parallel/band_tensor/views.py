@@ -721,11 +721,7 @@ def copy_to_write(x: Any, domain: Domain) -> BandTensor:
 
 @rule_for("set_", "resize_", "resize_as_")
 def refuse(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Refuse to change memory.
-
-    Raises:
-        UserError: always.
-    """
+    """Refuse to change memory."""
     raise UserError(
         f"{short_name(func)}: changes the memory of a tensor, which is not that of the globe where "
         "rows are sharded. Use functions that return new tensors."

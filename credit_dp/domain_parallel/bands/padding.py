@@ -5,13 +5,9 @@ from __future__ import annotations
 from functools import lru_cache
 from itertools import pairwise
 
+from credit_dp.domain_parallel.bands.rows import rows_on_globe
 from credit_dp.domain_parallel.exchange import RowRange, rows_with_poles
 from credit_dp.domain_parallel.partition import LARGEST_BAND
-
-
-def rows_beyond_poles(start: int, stop: int, height: int) -> tuple[int, int]:
-    """Return how many of the rows `start` to `stop - 1` are beyond the north and the south pole."""
-    return max(0, min(stop, 0) - start), max(0, stop - max(start, height))
 
 
 def padded_rows(out: slice, height: int, north: int, south: int, mode: str) -> tuple[RowRange, ...]:
@@ -24,8 +20,7 @@ def padded_rows(out: slice, height: int, north: int, south: int, mode: str) -> t
     """
     start, stop = out.start - north, out.stop - north
     if mode == "constant":
-        rows = RowRange(max(start, 0), min(stop, height))
-        return (rows,) if rows.length > 0 else ()
+        return rows_on_globe(start, stop, height)
     if mode != "circular":
         return rows_with_poles(start, stop, height, mode)
     # Negative widths crop first: circular padding repeats the rows that are left.

@@ -109,6 +109,11 @@ def rows_on_globe(start: int, stop: int, height: int) -> tuple[RowRange, ...]:
     return (rows,) if rows.length > 0 else ()
 
 
+def rows_beyond_poles(start: int, stop: int, height: int) -> tuple[int, int]:
+    """Return how many of the rows `start` to `stop - 1` are beyond the north and the south pole."""
+    return max(0, min(stop, 0) - start), max(0, stop - max(start, height))
+
+
 def fill_beyond_poles(
     rows: Tensor, dim: int, start: int, stop: int, height: int, value: float
 ) -> Tensor:
@@ -117,5 +122,4 @@ def fill_beyond_poles(
     Shapes:
         `(..., rows_on_globe, W)` -> `(..., stop - start, W)` for `dim=-2`; `dim` is negative.
     """
-    north = max(0, min(stop, 0) - start)
-    return pad_rows(rows, dim, north, max(0, stop - max(start, height)), value)
+    return pad_rows(rows, dim, *rows_beyond_poles(start, stop, height), value)

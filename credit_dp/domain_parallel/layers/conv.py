@@ -98,9 +98,6 @@ class ConvLayer(StencilLayer):
         """Return whether the kernel couples rows along `dim`.
 
         Along channels or samples it does not.
-
-        Raises:
-            UserError: the rows are in a spatial dimension that this layer does not shard.
         """
         if dim == ROW_DIM:
             return True
@@ -255,9 +252,6 @@ class DomainParallelConv2d(_PaddedConv):
 
     Shapes:
         `(B, C_in, H_local, W)` -> `(B, C_out, H_out_local, W_out)`; without `B` too.
-
-    Raises:
-        UserError: `shard_dim` is not the last dimension but one.
     """
 
 
@@ -270,9 +264,6 @@ class DomainParallelConv3d(_PaddedConv):
     Shapes:
         `(B, C_in, T, H_local, W)` -> `(B, C_out, T_out, H_out_local, W_out)`; without `B` too.
         `T` are times or levels.
-
-    Raises:
-        UserError: `shard_dim` is not the last dimension but one.
     """
 
     def __init__(

@@ -53,11 +53,7 @@ class _RowConvTranspose(ConvLayer):
         super().__init__(conv, conv, padding_widths(conv), shard_dim, manager)
 
     def forward(self, x: Tensor, output_size: list[int] | None = None) -> Tensor:  # type: ignore[override]
-        """Return this rank's output rows.
-
-        Raises:
-            UserError: `output_size` is given; callers would pass the size of a band.
-        """
+        """Return this rank's output rows."""
         if output_size is not None:
             raise UserError(
                 f"{type(self.conv).__name__}: output_size has no meaning on a band of rows. "
@@ -118,9 +114,6 @@ class DomainParallelConvTranspose2d(_RowConvTranspose):
 
     Shapes:
         `(B, C_in, H_local, W)` -> `(B, C_out, H_out_local, W_out)`; without `B` too.
-
-    Raises:
-        UserError: `shard_dim` is not the last dimension but one.
     """
 
 
@@ -134,9 +127,6 @@ class DomainParallelConvTranspose3d(_RowConvTranspose):
     Shapes:
         `(B, C_in, T, H_local, W)` -> `(B, C_out, T_out, H_out_local, W_out)`; without `B` too.
         `T` are times or levels.
-
-    Raises:
-        UserError: `shard_dim` is not the last dimension but one.
     """
 
     def __init__(

@@ -211,9 +211,6 @@ class DomainParallelDepthwiseConv2d(DepthwiseLayer):
 
     Shapes:
         `(B, C, H_local, W)` -> `(B, C_out, H_out_local, W_out)`; without `B` too.
-
-    Raises:
-        UserError: `shard_dim` is not the last dimension but one, or a group has several channels.
     """
 
     def __init__(
@@ -240,9 +237,6 @@ class DomainParallelDistributedDepthwiseConv2d(DepthwiseLayer):
 
     Shapes:
         `(B, C, H_local, W)` -> the same.
-
-    Raises:
-        UserError: `shard_dim` is not the last dimension but one, or `cp_group` is not None.
     """
 
     def __init__(
@@ -291,9 +285,6 @@ class DomainParallelLongRangeConv2d(DepthwiseLayer):
 
     Shapes:
         `(B, C, H_local, W)` -> `(B, C_out, H_out_local, W_out)`.
-
-    Raises:
-        UserError: `shard_dim` is not the last dimension but one.
     """
 
     def __init__(

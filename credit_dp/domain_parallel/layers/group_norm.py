@@ -49,11 +49,7 @@ class DomainParallelGroupNorm(ReductionLayer):
         self.affine = norm.affine
 
     def couples_rows(self, dim: int, ndim: int) -> bool:
-        """Return whether `dim` is one that groups are averaged over: not that of the samples.
-
-        Raises:
-            UserError: the rows are in the channels' dimension.
-        """
+        """Return whether `dim` is one that groups are averaged over: not that of the samples."""
         if dim + ndim == 1:
             raise UserError("GroupNorm: rows are in the channels' dimension. Move them elsewhere.")
         return dim + ndim > 1

@@ -174,11 +174,7 @@ class DomainParallelBatchNorm(ReductionLayer):
         super().__init__(norm, -2, manager)
 
     def couples_rows(self, dim: int, ndim: int) -> bool:
-        """Return True: statistics cover all dimensions except the channels.
-
-        Raises:
-            UserError: the rows are in the channels' dimension.
-        """
+        """Return True: statistics cover all dimensions except the channels."""
         if dim + ndim == 1:
             raise UserError("BatchNorm: rows are in the channels' dimension. Move them elsewhere.")
         return True
@@ -254,12 +250,7 @@ class DomainParallelInstanceNorm(ReductionLayer):
         self._spatial_ndim = 1 + [isinstance(norm, kind) for kind in INSTANCE_NORMS].index(True)
 
     def couples_rows(self, dim: int, ndim: int) -> bool:
-        """Return whether `dim` is one that each channel is averaged over.
-
-        Raises:
-            UserError: the rows are in the dimension of the channels, or in that of the samples with
-                running statistics.
-        """
+        """Return whether `dim` is one that each channel is averaged over."""
         if dim == -self._spatial_ndim - 1:
             raise UserError(
                 "InstanceNorm: rows are in the channels' dimension. Move them elsewhere."

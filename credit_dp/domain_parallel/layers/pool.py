@@ -232,11 +232,7 @@ class DomainParallelGlobalAvgPool(ReductionLayer):
         super().__init__(pool, shard_dim, manager)
 
     def couples_rows(self, dim: int, ndim: int) -> bool:
-        """Return whether `dim` is pooled.
-
-        Raises:
-            UserError: it is pooled, but not that of the rows of fields.
-        """
+        """Return whether `dim` is pooled."""
         spatial_ndim = 3 if isinstance(self.__dict__["wrapped"], nn.AdaptiveAvgPool3d) else 2
         return dim >= -spatial_ndim and RowLayer.couples_rows(self, dim, ndim)
 

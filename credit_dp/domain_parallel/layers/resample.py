@@ -348,11 +348,7 @@ class _PixelShuffleLayer(RowLayer, ABC):
     """Rows and columns become channels, or vice versa."""
 
     def couples_rows(self, dim: int, ndim: int) -> bool:
-        """Return whether `dim` is one of the last two.
-
-        Raises:
-            UserError: the rows are in the channels' dimension.
-        """
+        """Return whether `dim` is one of the last two."""
         if dim == CHANNEL_DIM:
             raise UserError(
                 f"{type(self).__name__}: rows are in the channels' dimension. Move them elsewhere."

@@ -8,7 +8,6 @@ groups line up with the bands.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
 from itertools import chain, count, pairwise, product
 from typing import Any, NamedTuple, final
 
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor
 
 from credit_dp.constants import cached_constant
+from credit_dp.domain_parallel.bands.indices import ranges_of
 from credit_dp.domain_parallel.bands.rows import pad_rows
 from credit_dp.domain_parallel.exchange import RowExchange, RowRange
 from credit_dp.domain_parallel.halo_exchange import fetch_rows
@@ -111,9 +111,9 @@ class DomainParallelRowGroups(RowLayer):
                 [row_index[row] for row in range(first, stop)]
                 for first, stop in pairwise(bands.bounds)
             ]
-            fetch_exchange = RowExchange(bands, tuple(map(_row_ranges, fetched)), rank)
+            fetch_exchange = RowExchange(bands, tuple(map(ranges_of, fetched)), rank)
             grouped_rows = RowPartition.from_sizes(list(map(len, fetched)))
-            return_exchange = RowExchange(grouped_rows, tuple(map(_row_ranges, returned)), rank)
+            return_exchange = RowExchange(grouped_rows, tuple(map(ranges_of, returned)), rank)
             self._assignments[bands] = GroupAssignment(
                 shares[rank], orders[rank], fetch_exchange, return_exchange
             )
@@ -202,13 +202,3 @@ def remove_zero_rows(x: Tensor, order: RowOrder, dim: int) -> Tensor:
 
 def _kept(order: RowOrder) -> list[int]:
     return [index for index, row in enumerate(order) if row is not None]
-
-
-def _row_ranges(rows: Iterable[int]) -> tuple[RowRange, ...]:
-    ranges: list[RowRange] = []
-    for row in rows:
-        if ranges and ranges[-1].stop == row:
-            ranges[-1] = RowRange(ranges[-1].start, row + 1)
-        else:
-            ranges.append(RowRange(row, row + 1))
-    return tuple(ranges)

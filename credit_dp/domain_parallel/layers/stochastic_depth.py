@@ -33,11 +33,7 @@ class DomainParallelStochasticDepth(RowLayer):
         super().__init__(layer, ROW_DIM, manager)
 
     def couples_rows(self, dim: int, ndim: int) -> bool:
-        """Return True: all ranks that share a globe must drop the same branches.
-
-        Raises:
-            UserError: the rows are in the samples' dimension.
-        """
+        """Return True: all ranks that share a globe must drop the same branches."""
         if dim == -ndim:
             raise UserError(
                 f"{type(self).__name__}: rows are in the samples' dimension. Move them elsewhere."

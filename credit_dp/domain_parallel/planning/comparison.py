@@ -411,7 +411,9 @@ class Run(PlanningMode):
             return run(func, args, kwargs)
         operands = self._operands(func, args, kwargs)
         has_chance = torch.Tag.nondeterministic_seeded in func.tags
-        if has_chance and not _is_without_dropout(func, dict(operands)):
+        # A function that may draw a dropout, as attention does, is called without.
+        drops_none = "dropout_p" in _defaults_of(func) and "dropout_p" not in dict(operands)
+        if has_chance and not drops_none:
             raise self.refuse(f"{self.location}: {func.overloadpacket} draws random numbers.")
         is_written = schema_of(func).is_mutable
         if is_written:
@@ -604,11 +606,6 @@ def _key_of_number(x: Any) -> Hashable:
     return type(x), repr(x) if isinstance(x, float) else x
 
 
-def _is_without_dropout(func: Any, operands: Mapping[str, Hashable]) -> bool:
-    """Return whether a function that may draw a dropout, as attention does, is called without."""
-    return "dropout_p" in _defaults_of(func) and "dropout_p" not in operands
-
-
 @cache
 def _defaults_of(func: Any) -> dict[str, Hashable]:
     return {
@@ -767,11 +764,7 @@ class Planner:
         return multiples
 
     def layer_plan(self, layer: RowLayer) -> tuple[int, dict[int, int]]:
-        """Return the row dimension of a layer and its global heights: input -> output.
-
-        Raises:
-            UserError: a rank has the same number of rows in two calls with different heights.
-        """
+        """Return the row dimension of a layer and its global heights: input -> output."""
         calls = self.layer_rows[layer]
         name = self.names.get(layer, type(layer).__name__)
         dims = {call.dim for call in calls}

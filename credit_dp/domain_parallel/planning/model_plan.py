@@ -49,11 +49,7 @@ PLACEHOLDER_BATCH_SIZES = (2, 3, 5, 7, 11, 13, 17, 19, 23)
 
 
 def as_shapes(input_shape: Shape | Sequence[Shape]) -> tuple[Shape, ...]:
-    """Return one shape or several as a tuple of shapes.
-
-    Raises:
-        UserError: there is none.
-    """
+    """Return one shape or several as a tuple of shapes."""
     if not input_shape:
         raise UserError(
             "input_shape: needs the whole globe's shape, like (1, 5, 181, 360), got none."

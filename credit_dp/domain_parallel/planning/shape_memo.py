@@ -277,11 +277,7 @@ def tensors_in(operands: Iterable[Any]) -> Iterator[Tensor]:
 
 
 def _cache_key(value: Any) -> Hashable:
-    """Return everything that the shape of a result can depend on.
-
-    Raises:
-        _UncacheableError: an operand is a tensor with data or a subclass of `Tensor`.
-    """
+    """Return everything that the shape of a result can depend on."""
     value_type = type(value)
     if value_type is tuple or value_type is list:
         return tuple(map(_cache_key, value))

@@ -55,7 +55,6 @@ class Fields:
             has the same number.
         surface: channels of a state that are on no level.
         others: number of forcing and static channels.
-        frames: number of states in the input.
         diagnostic: number of channels that only the output has.
         noisy: number of channels of the noisy output.
     """

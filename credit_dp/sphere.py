@@ -54,7 +54,6 @@ def quadrature_weights(sine: Vector, where: str, remedy: str) -> Vector:
     latitudes those of Gauss.
 
     Args:
-        sine: of the latitudes, `(H,)`.
         remedy: ends it.
 
     Raises:

@@ -122,7 +122,6 @@ def run_on_rank_0(action: Callable[[], T], background: dist.ProcessGroup | None 
     For what one rank can find out for all: a thousand of them would otherwise list the same folder.
 
     Args:
-        action: see above; its result is pickled, or with `background` becomes JSON.
         background: in a thread beside training, what `join_background_group` returns.
 
     Raises:

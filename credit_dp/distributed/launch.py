@@ -36,7 +36,6 @@ def launch(
     line), or 1 for a crash (reported as one traceback).
 
     Args:
-        config: of the run; `device` and `parallel.data` may still be open.
         run: `module:function`, called as `function(config, ranks) -> int`.
         advice: returns a line, or an empty one, that a launcher's rank 0 adds after Ctrl-C.
 

@@ -125,7 +125,6 @@ def mesh_text(parallel: ParallelConfig, data: int | None = None) -> str:
     """Return the sizes of the axes: `pipeline 1 x data 2 x domain 4`.
 
     Args:
-        parallel: has the sizes; that of the ensemble axis is left out if it is 1.
         data: size of the data axis; by default that of the config, or 1.
     """
     axes = {
@@ -209,11 +208,7 @@ def threads_per_rank(
 @final
 @dataclass(frozen=True)
 class ClusterNodes:
-    """The nodes of a cluster, all alike.
-
-    Attributes:
-        count: of nodes; None if unknown, as for the others.
-    """
+    """The nodes of a cluster, all alike."""
 
     count: int | None = None
     cores: int | None = None
@@ -227,7 +222,6 @@ class PlacementRequest:
 
     Attributes:
         spread: whether a domain group may span several nodes.
-        spread_hint: how the user sets `spread`, for messages.
     """
 
     nodes: int | None = None
@@ -396,11 +390,7 @@ def spans_nodes(config: Config) -> bool:
 
 
 def slurm_nodes(partition: str | None) -> ClusterNodes:
-    """Return the largest nodes of a SLURM partition; without SLURM their size is unknown.
-
-    Args:
-        partition: its name; None for the default partition.
-    """
+    """Return the largest nodes of a SLURM partition; without SLURM their size is unknown."""
     if shutil.which("sinfo") is None:
         return ClusterNodes()
     command = ["sinfo", "--noheader", "--Node", "--format", "%P|%c|%G"]
@@ -416,7 +406,6 @@ def largest_nodes(output: str, is_one_partition: bool) -> ClusterNodes:
 
     Args:
         output: lines `PARTITION|CORES|GRES` of sinfo, one for each node.
-        is_one_partition: whether the lines are those of one partition, not of all.
     """
     sizes: list[tuple[int, int]] = []
     for line in output.splitlines():

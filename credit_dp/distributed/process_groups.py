@@ -106,7 +106,6 @@ def files_needed(parallel: ParallelConfig, ranks: RankInfo, gloo: bool, launched
 
     Args:
         gloo: whether the groups of the mesh are over gloo; what nccl opens is not counted.
-        launched: whether a launcher started the ranks: otherwise they meet at a file.
     """
     needed = OWN_FILES
     if gloo:
@@ -196,7 +195,6 @@ def new_group_of(parts: Sequence[Sequence[int]], urgent: bool = False) -> Proces
 
     Args:
         parts: divide the ranks of the run.
-        urgent: whether its messages on a GPU go before those of other groups.
     """
     from torch import distributed
 
@@ -312,9 +310,6 @@ def new_background_group(parts: Sequence[Sequence[int]]) -> ProcessGroup:
 
     In the group of training, the collectives of the two threads could run in another order on each
     rank.
-
-    Args:
-        parts: divide the ranks of the run: the group is of this rank's part.
     """
     from torch import distributed
 

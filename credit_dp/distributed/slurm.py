@@ -57,9 +57,6 @@ UNIT_SECONDS = (1, 60, 3600, 86400)  # of `[days-[hours:]]minutes:seconds`, from
 class TimeLimit:
     """The time at which a run has to stop to save a checkpoint within its job.
 
-    Args:
-        seconds_left: until the job ends; None if there is no limit.
-
     Attributes:
         deadline: on the monotonic clock; None if there is no limit.
     """

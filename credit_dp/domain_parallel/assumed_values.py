@@ -202,11 +202,7 @@ class Assumptions:
         self.assumed: dict[str, bool | float] = {}
 
     def assume(self, func: Any, args: tuple[Any, ...], location: str) -> bool | float | None:
-        """Return the value of an operation; None if the shapes of others may depend on it.
-
-        Args:
-            location: file and line of the model that called it.
-        """
+        """Return the value of an operation; None if the shapes of others may depend on it."""
         if func is torch.ops.aten._local_scalar_dense.default and args[0].is_floating_point():
             return self.assumed.setdefault(location, 1.0)
         is_truth_value = func is torch.ops.aten._local_scalar_dense.default and (

@@ -197,11 +197,7 @@ def carry_out(
     model: nn.Module,
     conversion: Conversion,
 ) -> None:
-    """Make a model compute as decided, in place, and log the decision.
-
-    Args:
-        model: with its converted layers, if these were planned.
-    """
+    """Make a model compute as decided, in place, and log the decision."""
     manager, shapes = conversion.manager, decision.input_shapes
     if decision.problems:
         raise UserError(decision.error) from decision.cause

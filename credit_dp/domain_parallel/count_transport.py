@@ -54,7 +54,6 @@ class CountingTransport(Transport):
     """Counts the messages that all ranks would send, and sends nothing.
 
     Args:
-        rank: the rank whose step is run.
         partitions: the plan's bands, from which gathered numbers of rows are looked up.
 
     Attributes:

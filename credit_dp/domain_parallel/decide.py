@@ -217,8 +217,6 @@ class Wanted(NamedTuple):
     Attributes:
         globe: whether the model may compute on tensors of the globe.
         whole: whether functions may run whole then.
-        limit: as `whole_ops_limit` of `convert_to_domain_parallel`.
-        costs: whether the costs of a training step are counted.
         recomputed: paths of the modules that backward computes again; "" stands for the model.
     """
 
@@ -364,7 +362,6 @@ def _with_every_rank(
 
     Args:
         runs: of some ranks; the first counts the messages of all.
-        step: runs the forward of another rank.
     """
     # Modules that backward computes again keep the rows that they receive, which come from one side
     # only on the first and on the last rank.
@@ -400,7 +397,6 @@ def decide_on_globe(
     """Decide whether a model whose layers are refused computes on tensors of the globe.
 
     Args:
-        model: not converted; it does not change.
         fails: the error if the model fails on the globe, too. Layers are planned without gradients,
             where it may fail although it does not in a step.
     """
@@ -538,7 +534,6 @@ def choose_bands(
     """Choose the bands of the inputs and return their heights.
 
     Args:
-        manager: gets the bands.
         levels: other numbers of rows that the model has, with which the bands line up: each with
             the number of which its bands should be multiples.
 

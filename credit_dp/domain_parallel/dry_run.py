@@ -94,7 +94,6 @@ class WholeCall:
     """The calls of one function, in one line of a model's code, that run whole on every rank.
 
     Attributes:
-        path: of the module that runs.
         location: file and line of the model's code; empty if it has none, as a `Sequential`.
         gathered_bytes: of the rows that a rank gathers in a forward, its own among them.
         saved_bytes: of what a rank holds for backward because the function runs whole.
@@ -125,18 +124,14 @@ class DryRun:
     """What a step costs on one rank; messages are those of all ranks.
 
     Attributes:
-        rank: the one that was run.
-        layers: paths of the converted layers.
         whole_calls: functions that run whole, the largest first; of models in the domain only.
         saved_bytes: tensors saved for backward.
         whole_bytes: the part of `saved_bytes` that is held whole.
         largest_gathered: bytes of the largest tensor that is gathered.
         forward: traffic of each rank by the path of the module; empty paths are the model itself.
-        backward: the same of the backward; without traffic if it was not run.
         sent_bytes: of rows, over all ranks and the whole step, by the bands of what is sent; those
             of a converted layer by the bands of its input.
         least_sent_bytes: a lower bound for what converted layers send, by the same bands.
-        outputs: of the model.
         recomputed_bytes: what the module with most saves when backward computes it again.
         launches: number of kernels that the rank starts; of the forward only if that alone was run.
         assumed: where the model decides by data; the costs are those of what was assumed there.
@@ -261,7 +256,6 @@ class _Recorder:
 
     Attributes:
         costs: of the whole call that runs now.
-        costs_by_site: of all whole calls.
         whole: storages that hold all rows, by address, with the costs of the call that made them.
     """
 
@@ -493,14 +487,12 @@ def dry_run(
         manager: this rank's position in the mesh, with the planned bands; the one that the model
             was converted with.
         inputs: returns the arguments of the call; by default one tensor of each shape.
-        rank: the rank of the domain to run as.
         on_globe: whether to run through the global domain, or as the model is, with its converted
             layers; None for the way in which the model computes.
         backward: whether to run the backward, too; memory is known without it.
         training: the mode of the model; None for its own.
         stage: the number of the stage of a pipeline that the model is, if it is one. What it saves
             is then with its outputs, and without the inputs that another stage has sent.
-        memo: shapes of operations that other dry runs have found.
 
     Raises:
         UserError: the model fails, or can't be computed on bands.
@@ -705,7 +697,6 @@ def _errors_of_model(
     """Name the module and the line of the model that failed in errors.
 
     Args:
-        inputs_name: what the model runs on, for messages.
         inputs: of the model, with the shapes that its code sees.
 
     Raises:

@@ -47,7 +47,6 @@ class RowCopy(NamedTuple):
     Attributes:
         source_rank: the rank that owns the rows; this rank's own band is a source, too.
         start: first row within what the source sends, or within this rank's band.
-        result_start: row of the result at which they begin.
         row_range: the range that they are part of, which says whether to flip and rotate them.
     """
 

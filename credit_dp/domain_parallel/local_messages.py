@@ -158,8 +158,6 @@ class LocalMessages:
     """Messages between this rank and others of its machine.
 
     Args:
-        sockets: connected, by the other rank within the group.
-        timeout: seconds to wait for others before an error.
         connects_all: whether all ranks of the group are connected to each other, the same on all.
     """
 
@@ -253,11 +251,7 @@ def _close(sockets: Sequence[socket.socket]) -> None:
 def connect_local_ranks(
     rank: int, size: int, gather: Callable[[Tensor], Tensor], timeout: float
 ) -> LocalMessages:
-    """Connect the ranks of a group that are on one machine; collective.
-
-    Args:
-        gather: returns the tensors of all ranks, stacked; collective.
-    """
+    """Connect the ranks of a group that are on one machine; collective."""
     near = [peer for peer in range(size) if 0 < abs(peer - rank) <= MOST_DISTANT]
     if may_open_few_files():  # the process groups need them
         near = []

@@ -299,7 +299,6 @@ class RecomputationCounter:
 
     Args:
         save: counts a tensor that is kept for backward.
-        held: tensors that are held anyway, as parameters.
         launched: returns the number of kernels that the step has started so far.
 
     Attributes:

@@ -50,11 +50,7 @@ def run_on_threads(
 
 @final
 class ThreadRanks(Generic[Result]):
-    """Runs a function once per rank, each in a thread.
-
-    Args:
-        timeout: seconds after which ranks that have not finished count as stuck.
-    """
+    """Runs a function once per rank, each in a thread."""
 
     def __init__(self, world: ThreadWorld, timeout: float) -> None:
         self.world = world

@@ -71,7 +71,6 @@ class Transport(ABC):
         rank: this rank's index within the domain.
 
     Attributes:
-        traffic: what this rank has sent so far.
         calls: exchanges and collectives so far, also those in which this rank sends nothing.
         name: by which compiled code finds it.
     """

@@ -341,7 +341,6 @@ def join_bands(parts: Sequence[Tensor], shape: Sequence[int], summed: bool) -> l
     """Return the global tensor of this shape that the parts of all ranks make.
 
     Args:
-        shape: of the unsharded tensor.
         summed: whether to sum the tensors of all ranks if they are not bands; otherwise each of
             them is returned.
     """

@@ -76,9 +76,7 @@ class ScoreRequest:
     Attributes:
         truth: paths or addresses, as in `data.store`.
         grid, regrid: what the truth is regridded to and how; see `DataConfig`.
-        cache: folder for a fitted climatology.
         dates: first and last initial time, in ISO format.
-        hours: lead times in hours.
         climatology: a store by hour and day of the year.
         climatology_dates: first and last date of the truth to fit a climatology to; only used
             without such a store.

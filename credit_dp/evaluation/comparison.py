@@ -79,7 +79,6 @@ class EvaluationResult:
 
     Attributes:
         kind: `RUN` or `CARD`.
-        units: by channel.
         scores: by key, then by source: `forecast`, `persistence` and so on. Scores that are
             undefined or infinite are left out; so are keys without a score of the forecast.
         setup: what scores depend on besides the forecasts.

@@ -49,7 +49,6 @@ class Display(NamedTuple):
         departure: whether colours show the departure from the mean along each row, so that waves
             are not hidden by the difference between the equator and the poles.
         lines: whether lines of equal values are drawn unless the user says otherwise.
-        centre: value at the middle of the colours.
         edges: between colours; empty for even steps.
     """
 

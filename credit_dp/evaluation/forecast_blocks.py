@@ -45,7 +45,6 @@ class Block:
     """The forecasts of one variable from one initial time, at some lead times.
 
     Attributes:
-        channels: indices of the variable's channels.
         leads: indices into the scored lead times.
         forecast: `(leads, M, C, H, W)`.
         truth, climatology: at the valid times of the forecasts, `(leads, C, H, W)`.
@@ -134,11 +133,7 @@ class TimeWindow:
 
 @final
 class GroupReader:
-    """Reads the blocks of a group of variables at one part of the lead times.
-
-    Args:
-        leads: indices into the scored lead times.
-    """
+    """Reads the blocks of a group of variables at one part of the lead times."""
 
     def __init__(
         self, aligned: AlignedForecast, valid: Mask | None, group: VariableGroup, leads: slice

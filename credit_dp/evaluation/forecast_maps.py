@@ -57,7 +57,6 @@ class ChartRequest:
         lead: in hours; None for all lead times.
         init: initial time in ISO format.
         member: from 0.
-        region: a key of `REGIONS`.
         box: south, north, west and east in degrees, instead of a region.
         contours: step between lines in the unit of the map, or whether there are lines, at round
             values; None: as usual for the variable.

@@ -127,7 +127,6 @@ class ForecastStore:
         lead_times: `(L,)` timedelta64, rising.
         members: number of members; 1 without an ensemble.
         grid: of the fields that are read: rows from the north, columns in the store's order.
-        stored_grid: of the store; another one after `interpolate_to`.
         model_levels: see `VariableInfo`.
         span: timedelta64[ns], span of sums; None if the store does not state it.
     """

@@ -55,7 +55,6 @@ class EvaluationDates:
     """Initial and lead times to forecast.
 
     Attributes:
-        stride_hours: minimum distance between initial times.
         max_times: maximum number of initial times, evenly spaced; None: all.
     """
 
@@ -87,7 +86,6 @@ class HeldOutData:
     """Reads initial states, forcing, truth and climatology of held-out dates, on this rank's rows.
 
     Args:
-        rows: this rank's band.
         like: gives device and dtype of every tensor returned.
         dates: initial and lead times; None: those of the final scores, with the lead times of
             `curve_hours`.
@@ -169,11 +167,7 @@ class HeldOutData:
         return self.normaliser.normalise_outputs(self.prepared.store.read_outputs(times, self.rows))
 
     def newest_fields(self, times: Times, initial_states: Tensor) -> Tensor:
-        """Return `fields` at `times`, from the initial states unless diagnostic fields exist.
-
-        Args:
-            initial_states: of `times`; they contain prognostic fields only.
-        """
+        """Return `fields` at `times`, from the initial states unless diagnostic fields exist."""
         channels = self.prepared.store.channels
         if channels.diagnostic:
             return self.fields(times)
@@ -241,10 +235,8 @@ class LastLeadDiagnostics:
 
     Attributes:
         spectra_channels: indices of the channels with spectra.
-        map_channel: index of the channel with a map.
         spectra: of forecast and truth, `(2, channels, K, N)`, see `PowerSpectra`.
         rmse, bias: of the map's channel on each grid point, `(H, W)`.
-        wavelength: of the spectra of a region, see `region_wavelength`.
     """
 
     hours: int
@@ -496,11 +488,7 @@ def add_forecasts(
 def run_forecasts(
     rollout: Rollout, held_out: HeldOutData, times: Times, start: Tensor
 ) -> Iterator[Tensor]:
-    """Yield the members from `times` step by step, up to the longest lead time.
-
-    Args:
-        start: the initial states of `times`, as `HeldOutData.initial_states` returns them.
-    """
+    """Yield the members from `times` step by step, up to the longest lead time."""
     # Generators: what a step needs is read when the rollout gets there.
     steps = held_out.lead_steps[-1]
     forcings = (held_out.forcing(times + lead * held_out.step) for lead in range(steps))
@@ -536,7 +524,6 @@ def forecast_map(
     """Return one channel of a forecast at the longest lead time, on the globe; collective.
 
     Args:
-        times: the initial time, `(1,)`.
         forecast: normalised, `(1, C, h, W)`.
     """
     store = held_out.prepared.store

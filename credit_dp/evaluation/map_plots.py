@@ -493,9 +493,6 @@ def draw_last_lead_errors(
 ) -> None:
     """Write a PNG with root-mean-square and mean error on each grid point.
 
-    Args:
-        field: of the channel of `last`, on the same grid.
-
     Raises:
         UserError: the file can't be written.
     """

@@ -233,15 +233,11 @@ class Metric:
     """A score: what it is called, which values are better, and how it is computed.
 
     Attributes:
-        label: of axes.
-        title: of sections.
-        explanation: sentences below the title.
         accumulator: factory of its accumulator: `over_area(AreaMean)` averages over the globe and
             all initial times. None: `score` computes it.
         inputs: returns what the accumulator's `add` takes, for a source.
         channels: whether it is a score of a channel.
         sources: the fields that it is computed for, the forecast first.
-        unit: returns its unit from the channel's.
         ensemble: whether it needs members, so that single forecasts do not have it.
         may_be_undefined: whether NaN is a valid value.
         in_terminal: whether `evaluate` and `compare` print it. They write every metric to files.

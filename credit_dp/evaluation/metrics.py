@@ -325,9 +325,6 @@ class EnergyScore(MeanOverInitialTimes):
     second mean is over pairs of adjacent members, as in WeatherBench 2. For one member it is the
     root-mean-square error of each initial time.
 
-    Args:
-        shape, samples, rows, points: see `MeanOverInitialTimes`.
-
     Source: Gneiting & Raftery 2007, eq. 22.
     """
 
@@ -382,9 +379,6 @@ class RankHistogram(Accumulator):
     The rank is the number of smaller members. WeatherBench 2 gives a truth that equals k members
     one of their k + 1 ranks at random; here each of these ranks gets an equal share, which is the
     expectation of that and the same in every run.
-
-    Args:
-        shape, rows, points: as for `AreaMean`.
 
     Source: Hamill 2001, "Interpretation of rank histograms for verifying ensemble forecasts".
     """
@@ -645,9 +639,7 @@ class ErrorMapAccumulator:
     """Accumulates the errors of a few channels on each grid point, at one lead time.
 
     Args:
-        channels: indices among all channels.
         lead: index among the scored lead times.
-        hours: the same lead time in hours.
         rim: the points that are not scored, `(H, W)`; None: all are.
     """
 

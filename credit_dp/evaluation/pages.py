@@ -58,7 +58,6 @@ class DifferenceTable(NamedTuple):
 
     Attributes:
         limit: percent at the ends of the colour scale.
-        leads: headings of the columns.
         variables: name, and for each level its text and a cell for each lead time.
         key: cells of the colour scale, from better to worse.
     """
@@ -83,7 +82,6 @@ def difference_table(
 
     Args:
         errors: RMSE of both, `(leads, C)`, NaN where there is none.
-        identifier: of the table in the page.
     """
     forecast, reference = errors
     leads = shown_lead_indices(hours)

@@ -213,7 +213,6 @@ class VariableScores:
 
     Args:
         sizes: number of lead times and of channels.
-        truth: the store, whose grid the fields have.
         regions: the points of the globe and of each region, by name; the globe is the first.
         points: points with values; None: all points have values.
         seeps_points: points `(H, W)` that SEEPS is averaged over; None: the variable has none.
@@ -300,9 +299,6 @@ class VariableResult:
 @final
 class Scorer:
     """Adds forecasts block by block to the scores of their variables.
-
-    Args:
-        request: names the regions, and the stores of the climate that SEEPS needs.
 
     Raises:
         UserError: a region has no point, or a field can't be read.

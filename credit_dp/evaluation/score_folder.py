@@ -223,7 +223,6 @@ class ScoreTable(NamedTuple):
     """A metric's table.
 
     Attributes:
-        identifier: of the table in the page.
         rows: channel, unit and cells of each row.
     """
 

@@ -194,7 +194,6 @@ class ComputedSeeps(SeepsClimate):
     Args:
         hours: of the day, `(N,)`, with a climate of their own.
         heavy: by hour and month, `(N, 12, H, W)`.
-        calendar: whose months these are.
     """
 
     def __init__(

@@ -65,7 +65,6 @@ class StationSums:
         """Add the members `(M, n)` of one forecast, and return which of them are scored, `(n,)`.
 
         Args:
-            stations: n different ones.
             observed: `(n,)`; NaN without an observation.
         """
         number = len(members)
@@ -113,10 +112,7 @@ class StationScores:
     """Scores at the stations that a forecast covers.
 
     Attributes:
-        units: of the variables, as the forecast has them.
-        sums: of each variable.
         regions: names of the globe and of the regions in the request.
-        coverage: how many stations and observations count.
         notes: why others don't, and which units were assumed.
     """
 
@@ -319,7 +315,6 @@ class _Column:
     """The observations of one variable.
 
     Attributes:
-        stored_name: of the observations.
         unit: of the values, that of the forecast; empty if unknown.
         values: `(R,)`, NaN where they are missing or outside the limits.
         limits: physical or given ones; None without.

@@ -256,10 +256,6 @@ class ClimatologyPeriod:
 
     Args:
         dates: first and last date in ISO format, or empty for the default.
-        calendar: of the times.
-
-    Attributes:
-        description: the period in words, for the scorecard.
     """
 
     def __init__(

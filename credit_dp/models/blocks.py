@@ -30,9 +30,6 @@ class StochasticDepth(nn.Module):
 
     A branch that is kept is divided by `1 - rate`, so that the expected value is the branch.
 
-    Args:
-        rate: probability that a sample loses the branch.
-
     Attributes:
         draws: a number from [0, 1) for each sample, `(B,)`, set by `draw_stochastic_depths`. None:
             torch's random numbers are drawn at each forward.
@@ -74,9 +71,6 @@ class NoiseModulation(nn.Module):
 
     It comes after a norm, which it makes conditional: members of an ensemble differ in their
     numbers. Without noise it changes nothing.
-
-    Args:
-        noise: number of random numbers of a sample.
 
     Attributes:
         draws: the numbers, `(B, noise)`, set by `draw_noise`, or by `set_noise` to the description
@@ -138,7 +132,6 @@ def set_noise(model: nn.Module, numbers: Callable[[int], Sequence[Iterable[float
     """Set the numbers of the coming forward pass for all layers of noise, if there are any.
 
     Args:
-        model: sharded or not, or a stage of a pipeline.
         numbers: returns those of each sample of the pass, given how many a sample has.
     """
     layers = [layer for layer in layers_with_draws(model) if isinstance(layer, NoiseModulation)]
@@ -168,7 +161,6 @@ def draw_stochastic_depths(model: nn.Module, seed: int, step: int, samples: Sequ
     The draws of a sample are the same on every rank of every mesh.
 
     Args:
-        model: sharded or not, or a stage of a pipeline.
         samples: numbers of the samples in the global batch.
     """
     for index, layer in enumerate(_stochastic_depths(model)):

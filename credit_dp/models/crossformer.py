@@ -93,9 +93,6 @@ class PositionBias(nn.Module):
     A small network computes it from the offset of the pair, in rows and columns of the group. It is
     the same for all heads.
 
-    Args:
-        size: rows, and columns, of a group.
-
     Shapes:
         no input -> `(size ** 2, size ** 2)`, with one row for each query.
 
@@ -132,7 +129,6 @@ class CrossAttention(GroupedRows, ABC):
 
     Args:
         size: rows, and columns, of a group; has to divide those of the globe.
-        dropout: rate after the projection.
 
     Shapes:
         `(B, H, W, channels)` -> the same.
@@ -261,8 +257,6 @@ def build_level(
     Args:
         level: its number; 0 is the finest.
         in_channels: channels of the finer level, or of the model's input.
-        depth_rates: rates of stochastic depth, one for each block.
-        modes: of padding, see `padding_modes`.
 
     Shapes:
         embedding: `(B, in_channels, H, W)` -> `(B, channels, H / stride, W / stride)`;
@@ -283,7 +277,6 @@ class SubPixelConv(nn.Module):
     a checkerboard.
 
     Args:
-        factor: ratio of the resolutions of output and input.
         poles, column_mode: padding beyond rows and columns, see `PolePad`.
 
     Shapes:
@@ -321,7 +314,6 @@ class UpBlock(nn.Module):
 
     Args:
         out_channels: channels of the output, a multiple of `groups`.
-        factor: ratio of the resolutions of output and input.
         modes: of padding, see `padding_modes`.
 
     Shapes:

@@ -81,7 +81,6 @@ class CubeEmbedding(nn.Module):
     are any.
 
     Args:
-        size: levels, rows and columns of the globe.
         patch: levels, rows and columns of a cube. Padding completes the last cubes.
         edges: the padding: `zeros`, `replicate` or `reflect`.
 
@@ -125,10 +124,6 @@ class CubeRecovery(nn.Module):
     """Turns tokens back into the output channels, in their order.
 
     Surface fields and diagnostic channels come from the tokens of the last level.
-
-    Args:
-        size: levels, rows and columns of the globe, to which the cubes are cropped.
-        patch: levels, rows and columns of a cube.
 
     Shapes:
         `(B, width, levels, rows, columns)` -> `(B, fields.outputs, H, W)`.

@@ -36,7 +36,6 @@ class SegmentedModel(nn.Module, ABC):
     """A model whose forward runs its segments one after the other.
 
     Attributes:
-        active_segments: the segments that run: all, or those of one stage of a pipeline.
         checkpointing: whether the model itself lets backward compute its blocks again.
 
     Shapes:

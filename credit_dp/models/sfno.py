@@ -120,7 +120,6 @@ class SphericalBlock(nn.Module):
 
     Args:
         transform: of the block's grid, the same module for all blocks.
-        rate: of stochastic depth.
 
     Shapes:
         `(B, config.channels, H, W)` -> the same.

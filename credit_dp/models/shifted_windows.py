@@ -56,12 +56,10 @@ class WindowAttention(GroupedRows, ABC):
         heads: of the attention; divides `width`.
         globe: levels, rows and columns of the globe. Zeros after the last level, in the south and
             in the east pad it to a multiple of the window, and take part in the attention.
-        window: levels, rows and columns.
         shifted: whether windows begin half a window later, in each dim with several windows. They
             wrap around in longitude. In levels and rows, and in columns that do not go round the
             globe, the last window wraps around as well, but tokens of opposite ends are masked from
             each other.
-        is_periodic: whether columns go round the globe.
 
     Shapes:
         `(B, levels, H, columns, width)` -> the same.
@@ -104,9 +102,6 @@ class WindowAttention(GroupedRows, ABC):
     @abstractmethod
     def pair_bias(self, groups: slice) -> Tensor:
         """Return the bias of the logits of each pair of tokens.
-
-        Args:
-            groups: windows of rows.
 
         Shapes:
             `(windows of levels * windows of rows * heads, T, T)`, for these windows of rows.
@@ -427,7 +422,6 @@ class WindowTransformer(SegmentedModel, ABC):
         """Add the stages and what changes the resolution between them.
 
         Args:
-            grid: rows and columns.
             fine: levels, rows and columns of tokens at the finer resolution.
         """
         edges = "zeros" if grid.is_global else config.edges

@@ -72,7 +72,6 @@ class GlobalConditioning(nn.Module):
     """Computes scales and shifts for the channels of several fields from global means of one field.
 
     Args:
-        channels: of the field that is averaged.
         conditioned: channels of each field to scale and shift.
 
     Shapes:
@@ -208,7 +207,6 @@ class PeriodicConv2d(nn.Module):
     Args:
         kernel_size: number of rows and columns; even ones need an even stride.
         poles: padding beyond the first and last row, see `PolePad`.
-        column_mode: padding beyond the first and last column, see `PolePad`.
 
     Shapes:
         `(B, in_channels, H, W)` -> `(B, out_channels, ceil(H / stride), ceil(W / stride))`; rounded
@@ -252,7 +250,6 @@ class PeriodicUpsample(nn.Module):
 
     Args:
         poles: padding beyond the poles, see `PolePad`.
-        column_mode: padding beyond the first and last column, see `PolePad`.
 
     Shapes:
         `(B, C, H, W)` -> `(B, C, 2 * H, 2 * W)`.
@@ -295,7 +292,6 @@ class ResidualBlock(nn.Module):
 
     Args:
         config: groups of the norms, dropout, noise, and whether there is a gate.
-        modes: of padding, see `padding_modes`.
 
     Shapes:
         `(B, in_channels, H, W)` -> `(B, out_channels, H, W)`.

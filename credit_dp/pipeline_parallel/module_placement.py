@@ -260,11 +260,7 @@ def check_tied_parameters(model: nn.Module, devices: Mapping[str, torch.device])
 
 
 def innermost_device(name: str, devices: Mapping[str, torch.device]) -> torch.device | None:
-    """Return the device of the innermost placed module that holds a tensor; None if there is none.
-
-    Args:
-        devices: by the name of the placed module.
-    """
+    """Return the device of the innermost placed module that holds a tensor, or None."""
     while name:
         name = name.rpartition(".")[0]
         if name in devices:
@@ -426,13 +422,7 @@ def place_model(model: nn.Module, layout: Mapping[str, Any], first_gpu: int = 0)
 def model_output_device(
     layout: Mapping[str, Any], device: torch.device, first_gpu: int = 0
 ) -> torch.device:
-    """Return the device of a placed model's output, on which targets and loss have to be, too.
-
-    Args:
-        layout: as in `parallel.layout`.
-        device: of the run, on which the model is built.
-        first_gpu: index of the GPU that is `cuda:0` in the layout of this rank.
-    """
+    """Return the device of a placed model's output, on which targets and loss have to be, too."""
     if ROOT not in layout:
         return device
     value = _on_rank(layout[ROOT], first_gpu)

@@ -51,7 +51,6 @@ def schedule_actions(
 
     Args:
         microbatches: of a step; for interleaved a multiple of the ranks.
-        virtual: stages on each rank.
 
     Source: Huang et al. 2019, section 2.3; Narayanan et al. 2021, section 2.2.
     """
@@ -80,7 +79,6 @@ def peak_saved_bytes(order: Iterable[StageAction], saved: Sequence[int]) -> int:
     """Return the largest number of bytes saved for backward at any time of a step.
 
     Args:
-        order: forwards and backwards of a rank.
         saved: bytes that one micro-batch saves on each of the rank's stages.
     """
     current = peak = 0
@@ -92,11 +90,7 @@ def peak_saved_bytes(order: Iterable[StageAction], saved: Sequence[int]) -> int:
 
 
 def count_gathers(order: Iterable[StageAction]) -> Counter[int]:
-    """Return how often FSDP2 gathers the blocks of each stage of a rank in a step.
-
-    Args:
-        order: forwards and backwards of the rank.
-    """
+    """Return how often FSDP2 gathers the blocks of each stage of a rank in a step."""
     gathered: set[int] = set()
     counts: Counter[int] = Counter()
     for action in order:
@@ -112,9 +106,6 @@ def theoretical_bubble(pipeline: int, microbatches: int, virtual: int = 1) -> fl
     """Return the share of a step in which a rank waits, if all stages take equally long.
 
     It is the same for GPipe and 1F1B.
-
-    Args:
-        virtual: stages on each rank.
 
     Source: Huang et al. 2019, section 2.3; Narayanan et al. 2021, section 2.2.
     """
@@ -184,8 +175,6 @@ class ScheduledStage(PipelineStage):
     With the shapes given, torch makes no trial run to infer them.
 
     Args:
-        stage: of this rank.
-        device: on which the stage computes.
         stopwatch: measures forwards and backwards as busy.
         begin: called with the number of the micro-batch before its forward.
     """
@@ -276,7 +265,6 @@ class Pipeline:
     Args:
         stages: see `cut_model`; FSDP2's `fully_shard` may have been applied to their modules.
         schedule: gpipe, 1f1b, or interleaved for several stages on each rank.
-        microbatches: number into which `forward_backward` splits its samples.
 
     Raises:
         UserError: the schedule needs more micro-batches.

@@ -58,7 +58,6 @@ def segment_costs(model: nn.Module, shape: Sequence[int]) -> dict[str, int]:
 
     Args:
         model: before it is sharded, so that all ranks get the same costs.
-        shape: of the global input, `(B, C, H, W)`.
 
     Raises:
         UserError: the model has no segments, or several of one name.
@@ -196,9 +195,6 @@ class Stage:
 
     Attributes:
         module: the model without the modules of other stages; names are those of the full model.
-        input_specs: tensors of the state before the stage.
-        output_specs: tensors of the state after the stage.
-        model_output_specs: tensors of the last stage's output.
         globe_shapes: global shapes of the state before the stage, if it computes on tensors of
             the globe; else None.
     """
@@ -231,11 +227,6 @@ def cut_model(
     parameters and buffers. If the model computes on tensors of the globe, each stage does. Between
     stages a tensor of fields, or any other with a row for each rank in the last dimension but one,
     is a band.
-
-    Args:
-        model: with `parallel.domain` above 1, the converted one.
-        cuts: the segments of every stage.
-        shape: of the global input, `(B, C, H, W)`.
 
     Raises:
         UserError: the model has no segments, or stages of these cuts share a parameter.
@@ -406,7 +397,6 @@ def measure_stage(stage: Stage, manager: DomainParallelManager, samples: int) ->
     """Return the memory and traffic of a stage, from a dry run of a forward and a backward.
 
     Args:
-        stage: its module is left unchanged.
         manager: the one that the model was converted with; its `rank` chooses the band.
     """
     shapes = stage.globe_shapes or [spec.shape for spec in stage.input_specs]

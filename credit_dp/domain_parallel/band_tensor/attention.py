@@ -121,7 +121,6 @@ class Call(NamedTuple):
     """A call of attention, forward or backward.
 
     Attributes:
-        values: its arguments, by name.
         mask_name: which of them is the mask.
         band: the bands of what is cut.
     """

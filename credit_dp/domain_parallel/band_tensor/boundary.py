@@ -376,12 +376,7 @@ def write_inputs_back(entered: Sequence[tuple[Tensor, Tensor]]) -> None:
 
 
 def take_outputs(output: Any, domain: Domain, is_stage: bool = False) -> Any:
-    """Return the output of a model outside of it: rows of fields as bands, the rest whole.
-
-    Args:
-        is_stage: whether the model is a stage of a pipeline, whose outputs are sent: messages need
-            contiguous tensors.
-    """
+    """Return the output of a model outside of it: rows of fields as bands, the rest whole."""
     domain.outputs = WeakIdKeyDictionary()
     taken: dict[int, Tensor] = {}
 
@@ -471,11 +466,7 @@ _entered_tensors: ContextVar[EnteredTensors | None] = ContextVar("tensors of mod
 
 @final
 class GlobalCall:
-    """Calls a model with its hooks on tensors of the globe; `torch.compile` traces none of it.
-
-    Args:
-        model: in which it is the attribute `CALL_ATTRIBUTE`.
-    """
+    """Calls a model with its hooks on tensors of the globe; `torch.compile` traces none of it."""
 
     def __init__(self, model: nn.Module, inputs: Inputs) -> None:
         self.model = model
@@ -675,9 +666,6 @@ def attach_domain(
     is_stage: bool = False,
 ) -> Domain:
     """Let a model compute on tensors of the globe, in place; its parameters keep their names.
-
-    Args:
-        is_stage: whether the model is a stage of a pipeline, see `Inputs`.
 
     Returns:
         the domain, which counts what runs whole.

@@ -105,13 +105,9 @@ class NeededRows(NamedTuple):
     """How a rank convolves a band.
 
     Attributes:
-        out: the bands of the result.
         wanted: all rows that this rank's result depends on.
-        settings: for these rows.
         cut: of a transposed convolution: where the result is in what these rows reach.
         halo: the rows beside the band, if it can be convolved while they travel.
-        halo_settings: for the band then.
-        is_empty: whether this rank has no row of the result.
     """
 
     out: Band

@@ -172,12 +172,7 @@ def start_reading(
 
 
 class AvailableRows(NamedTuple):
-    """Rows of an exchange that a rank has.
-
-    Attributes:
-        assembly: how they are put together.
-        fetched: what from.
-    """
+    """Rows of an exchange that a rank has."""
 
     assembly: Assembly
     fetched: FetchedRows

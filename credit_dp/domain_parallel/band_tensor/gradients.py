@@ -99,9 +99,6 @@ def _sum_parts(
 
     The first rank has the terms that all ranks have. None if none of the terms is a part, or
     another tensor is not whole.
-
-    Args:
-        terms: positions of the terms among `args`.
     """
     others = [x for i, x in enumerate(args) if i not in terms]
     tensors = [args[i] for i in terms]

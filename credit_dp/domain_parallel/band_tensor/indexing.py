@@ -144,7 +144,6 @@ class Taking(NamedTuple):
     """How rows are taken from bands.
 
     Attributes:
-        bounds: the bands in which they lie then.
         here: whether all of them are on their rank already.
         required: for each rank the rows that are sent to it, in the order in which ranks hold
             them; None if these are so many that all are sent.

@@ -59,9 +59,6 @@ class Padding(NamedTuple):
     """How a rank gets its rows of a padded field.
 
     Attributes:
-        band: the rows that there are.
-        required: those that ranks fetch.
-        out: the rows of the padded field.
         widths: what torch pads of what was fetched, in the order of its functions.
     """
 

@@ -64,10 +64,7 @@ class NeededRows(NamedTuple):
     """Which rows a rank needs of a band.
 
     Attributes:
-        out: the bands of the result.
-        wanted: the rows of this rank's windows.
         first, stop: these rows, and those beyond poles.
-        is_empty: whether this rank has no row of the result.
         factors: by what to multiply averages, see `count_factors`.
     """
 
@@ -216,7 +213,6 @@ def _gradient_elsewhere(
     """Return the gradient of what has no rows in the dimensions of a kernel; else None.
 
     Args:
-        count: of these dimensions.
         compute: returns a gradient of `grad`, `x` and `others`.
         others: tensors as large as it.
     """

@@ -56,7 +56,6 @@ class Cut(NamedTuple):
     """How operands are cut: along a letter, whose dimension is `(outer, height, unit)`.
 
     Attributes:
-        label: the letter.
         like: the operand that has these bands already; None if bands are moved to the letter.
         height: the number of parts that are cut into bands.
         unit: the entries of each part.
@@ -169,12 +168,7 @@ def _in_units(bounds: tuple[int, ...], unit: int) -> tuple[int, ...]:
 
 
 class Contraction(NamedTuple):
-    """A product on this rank.
-
-    Attributes:
-        parts: what it has of the operands.
-        rows: what the result is of that of the globe.
-    """
+    """A product on this rank."""
 
     parts: list[Any]
     rows: Rows
@@ -218,7 +212,6 @@ def contract(
 
     Args:
         operands: tensors; an operand that is added has the letters of the result.
-        uncut: letters that have to be in one piece.
         is_linear: whether the result is linear in each operand: else it is no sum of parts.
 
     Returns:

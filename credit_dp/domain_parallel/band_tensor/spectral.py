@@ -76,8 +76,6 @@ class Step(NamedTuple):
     """A part of a transform, of dimensions that each rank needs all entries of.
 
     Attributes:
-        dims: the dimensions.
-        rest: its other arguments.
         to: dimensions to which bands move before others, if they are in one of `dims`.
     """
 

@@ -90,11 +90,7 @@ _known: dict[Any, Described] = {}
 
 
 def described(x: Tensor, device: torch.device | None = None) -> Described:
-    """Return the description of a tensor, which others like it share.
-
-    Args:
-        device: instead of its own.
-    """
+    """Return the description of a tensor, which others like it share."""
     device = device or x.device
     key = (x.shape, x.stride(), x.storage_offset(), x.dtype, device)
     found = _known.get(key)
@@ -138,7 +134,6 @@ def result_strides(
     None instead of all: they are only known once it has run.
 
     Args:
-        func: an operator that changes nothing.
         args, kwargs: its arguments; tensors have the globe's shapes and strides.
 
     Raises:

@@ -199,11 +199,8 @@ class Part(NamedTuple):
 
     Attributes:
         is_copy: whether it is a copy though torch takes it for a view of the first argument.
-        unsent: see `BandTensor`.
         kept: what backward needs of this rank's, which it would have to fetch again.
-        others: see `BandTensor`.
         is_open: see `BandTensor`; `local` may then repeat one value without memory for each.
-        is_late: see `BandTensor`.
     """
 
     local: Tensor
@@ -220,9 +217,6 @@ class FetchedRows:
     """Rows of other bands that this rank has of one tensor.
 
     Attributes:
-        version: how often the tensor had been written to.
-        exchanges: that have fetched rows.
-        rows: the rows of each.
         readers: number of operators that have read rows.
     """
 
@@ -341,7 +335,6 @@ class BandTensor(GlobeTensor):
 
         Args:
             strides: the globe's; None if it is contiguous.
-            offset: the globe's, of a view.
         """
         shape: Sequence[int] = local.shape
         if type(rows) is Band:

@@ -586,7 +586,6 @@ class Diagonal(NamedTuple):
 
     Attributes:
         first: the row of the first one; each of the next rows has one.
-        band: of the diagonal.
         offset: of the diagonal in this rank's part.
     """
 

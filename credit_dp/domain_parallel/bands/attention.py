@@ -17,7 +17,6 @@ class Split(NamedTuple):
 
     Attributes:
         dim: the dimension that is shared, of heads or of samples; negative.
-        groups: the number of parts of it.
     """
 
     dim: int

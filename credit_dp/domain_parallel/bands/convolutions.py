@@ -360,7 +360,6 @@ def transposed_rows(windows: Windows, start: int, stop: int, height: int) -> Tra
 
     Args:
         windows: each input row adds to the output rows of its window.
-        height: rows of the input's globe.
     """
     first, last = transposed_span(windows, slice(start, stop), height)
     # The input rows reach the output rows from `reached_start` to `reached_stop - 1`; from
@@ -403,7 +402,6 @@ def convolve_transposed(
     Args:
         convolve: convolves the input rows, with the padding and output padding of `rows`, and adds
             the bias that it gets.
-        spatial_ndim: number of dimensions of the kernel.
     """
     y = convolve(bias if rows.is_reached else None)
     y = pad_rows(y, dim, rows.north, rows.south)

@@ -133,7 +133,6 @@ def bounds_around(sliced: Bounds, start: int, step: int, usual: Bounds) -> Bound
     """Return bands of which a slice has other bands, and no row moves; None if they are uneven.
 
     Args:
-        sliced: the bands of the rows start, start + step, ...
         usual: the bands of the height from which it is taken.
     """
     count, height = sliced[-1], usual[-1]

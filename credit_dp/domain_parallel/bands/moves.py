@@ -77,7 +77,6 @@ class Blocks(NamedTuple):
 
     Attributes:
         bands: of the rows; every rank has all heads of its own.
-        dim: the dimension of the heads, negative.
         rows: for each rank the first row of its block and the end.
         heads: for each rank the first head of its block and the end.
     """
@@ -186,7 +185,6 @@ def _exchange_parts(
     """Send parts of several tensors to each rank, in one message; return those of each rank.
 
     Args:
-        received: the shapes of the parts from each rank.
         entries: for each tensor and sender the numbers of entries to each receiver.
     """
     rank, ranks = transport.rank, range(transport.size)

@@ -47,7 +47,6 @@ def maximum_gradient(
     """Return the gradient of the rows that a pool has taken maxima of.
 
     Args:
-        indices: flat indices of the maxima into a channel of the rows.
         settings: kernel size, stride, padding, dilation and ceil mode of the pool.
     """
     shape, memory_format = like
@@ -110,9 +109,6 @@ def count_factors(
 
     It can't know which of the rows that it got are padding. None if all of all windows count: the
     counts are those of the whole globe, so all ranks decide alike.
-
-    Args:
-        out: output rows of this rank.
     """
     counts: Sequence[int] = [
         _counted_rows(windows, i, height, counts_padding) for i in range(out_height)

@@ -62,7 +62,6 @@ class Windows(NamedTuple):
 
         Args:
             start, stop: part of the span of the windows `out`.
-            pole_mode: one of `exchange.POLE_MODES`.
         """
         rows_under_tap = (out.stop - out.start - 1) * self.stride + 1
         if self.dilation <= rows_under_tap:

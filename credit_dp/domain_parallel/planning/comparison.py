@@ -126,8 +126,6 @@ class Run(PlanningMode):
         globe: the run on tensors of the globe that this one on a band is compared with.
 
     Attributes:
-        calls: of layers and trusted modules, in order.
-        reads: what layers were called with.
         events: what both runs have to do alike, in order.
     """
 
@@ -534,12 +532,7 @@ class Run(PlanningMode):
     # ---------------------------------------------------------------- the run
 
     def __call__(self, args: Sequence[Any], kwargs: Mapping[str, Any], shapes: Any) -> None:
-        """Run the model.
-
-        Args:
-            args, kwargs: of the rank's bands.
-            shapes: of the globe's inputs.
-        """
+        """Run the model."""
         model = self.planner.model
         with ExitStack() as stack:
             if self.globe is None:

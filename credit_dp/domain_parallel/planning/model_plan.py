@@ -81,10 +81,6 @@ def plan_calls(
     bands, in training and in evaluation mode. Nothing is sent; values of the model and the random
     state do not change.
 
-    Args:
-        inputs: makes the arguments of a call.
-        trusted: modules whose operations are not compared.
-
     Returns:
         What the runs have shown.
 
@@ -336,9 +332,6 @@ def parameters_outside_graph(
     a list of its own, which are others on tensors without data, or if the output depends on an
     `autograd.Function` in Python: its backward may compute a block again, as that of reentrant
     checkpointing does, and give gradients to parameters that the graph does not have.
-
-    Args:
-        model: before it is converted; it does not change.
     """
     dtype, device = dtype_and_device(model)
     try:

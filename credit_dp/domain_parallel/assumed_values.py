@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, final
 import torch
 from torch import Tensor
 
-from credit_dp.domain_parallel.planning.shape_memo import tensors_in
+from credit_dp.domain_parallel.band_tensor.tensor import tensors_in
 from credit_dp.domain_parallel.planning.trace import map_tensors
 from credit_dp.torch_private import FakeTensor, disable_torch_dispatch, schema_of
 

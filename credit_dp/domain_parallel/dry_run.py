@@ -40,7 +40,14 @@ from credit_dp.domain_parallel.band_tensor.boundary import (
     detach_domain,
     rows_outside,
 )
-from credit_dp.domain_parallel.band_tensor.tensor import Band, BandTensor, Domain, is_band, local_of
+from credit_dp.domain_parallel.band_tensor.tensor import (
+    Band,
+    BandTensor,
+    Domain,
+    is_band,
+    local_of,
+    tensors_in,
+)
 from credit_dp.domain_parallel.count_transport import CountingTransport, RankTraffic
 from credit_dp.domain_parallel.layers.base import Bands, RowLayer
 from credit_dp.domain_parallel.lower_bound import TrafficLowerBound
@@ -53,7 +60,7 @@ from credit_dp.domain_parallel.planning.model_plan import (
     empty_inputs,
     failure_message,
 )
-from credit_dp.domain_parallel.planning.shape_memo import ShapeMemo, tensors_in
+from credit_dp.domain_parallel.planning.shape_memo import ShapeMemo
 from credit_dp.domain_parallel.planning.trace import (
     DATA_DEPENDENT_ERRORS,
     PlanningMode,

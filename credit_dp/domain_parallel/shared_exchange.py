@@ -42,7 +42,7 @@ Window = tuple[int, int]
 
 @final
 @dataclass
-class _FetchedRows:
+class _ReaderRows:
     """The fetched rows of a tensor.
 
     Attributes:
@@ -88,7 +88,7 @@ class SharedExchange:
         self.readers = readers
         self.uses = uses
         self._open_count = 0
-        self._fetched: _FetchedRows | None = None
+        self._fetched: _ReaderRows | None = None
         self._plans: dict[tuple[RowPartition, int], tuple[RowExchange, tuple[Window, ...]]] = {}
         # The same by height, for compiled code.
         self._compiled_plans: dict[int, tuple[RowExchange, tuple[Window, ...]]] = {}
@@ -118,9 +118,7 @@ class SharedExchange:
         fetched = self._fetched
         if fetched is None or not fetched.is_valid_for(x, reader):
             rows = self._fetch_for_all(layer, x)
-            fetched = _FetchedRows(
-                x, _version_of(x), torch.is_grad_enabled(), rows, list(self.uses)
-            )
+            fetched = _ReaderRows(x, _version_of(x), torch.is_grad_enabled(), rows, list(self.uses))
         fetched.remaining_uses[reader] -= 1
         # After the last use the rows would only keep memory.
         self._fetched = fetched if any(fetched.remaining_uses) else None

@@ -33,6 +33,7 @@ from credit_dp.domain_parallel.band_tensor.tensor import (
     Rows,
     is_running,
     local_of,
+    tensors_in,
 )
 from credit_dp.domain_parallel.count_transport import CountingTransport
 from credit_dp.domain_parallel.layers.base import RowLayer
@@ -40,7 +41,6 @@ from credit_dp.domain_parallel.manager import DomainParallelManager
 from credit_dp.domain_parallel.partition import FIELD_DIMS, ROW_DIM
 from credit_dp.domain_parallel.planned_run import run_planner
 from credit_dp.domain_parallel.planning.shape_memo import TORCH_NAMESPACES, ShapeMemo
-from credit_dp.domain_parallel.planning.shape_memo import tensors_in as tensors_among
 from credit_dp.domain_parallel.planning.trace import (
     ModelSnapshot,
     PlanningMode,
@@ -415,7 +415,7 @@ class Run(PlanningMode):
             raise self.refuse(f"{self.location}: {func.overloadpacket} draws random numbers.")
         is_written = schema_of(func).is_mutable
         if is_written:
-            written = [*tensors_among([args, list(kwargs.values())])]
+            written = [*tensors_in([args, list(kwargs.values())])]
             self._note("writes", func, operands, *map(self._memory_of, written))
             self._writes += 1
             if any(id(x.untyped_storage()) in self._copied for x in written):
@@ -436,7 +436,7 @@ class Run(PlanningMode):
         is_compared = self.globe is not None and not self._first_difference
         if is_compared and not is_written and (*expression, 0) not in self.planner.expressions:
             self._first_difference = f"{self.location}: {func.overloadpacket}"
-        for index, y in enumerate(tensors_among([result])):
+        for index, y in enumerate(tensors_in([result])):
             if id(y) not in self._numbers:
                 self._set_number(y, *expression, index)
         return result
@@ -446,9 +446,9 @@ class Run(PlanningMode):
     ) -> Any:
         with self:
             result = BandTensor.__torch_dispatch__(func, types, args, kwargs)
-        results = [x for x in tensors_among([result]) if type(x) is BandTensor]
+        results = [x for x in tensors_in([result]) if type(x) is BandTensor]
         self._check_messages(func.overloadpacket, any(x.rows is PARTIAL for x in results))
-        given = {bounds_of(x) for x in tensors_among([args, list(kwargs.values())])}
+        given = {bounds_of(x) for x in tensors_in([args, list(kwargs.values())])}
         if not all(_are_shares(bounds_of(x), given) for x in results):
             raise self.refuse(f"{self.location}: {func.overloadpacket} changes the bands of ranks.")
         return result

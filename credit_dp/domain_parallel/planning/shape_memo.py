@@ -6,13 +6,14 @@ their results, and runs others by their kernels for the meta device.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable
 from operator import is_
 from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
 
+from credit_dp.domain_parallel.band_tensor.tensor import tensors_in
 from credit_dp.torch_private import (
     FAKE_IMPLEMENTATIONS,
     LIKE_CONSTRUCTORS,
@@ -265,15 +266,6 @@ class _CachedResult(NamedTuple):
     outputs: tuple[TensorSpec | None, ...]
     container: type | None
     is_view: bool
-
-
-def tensors_in(operands: Iterable[Any]) -> Iterator[Tensor]:
-    """Yield the tensors among the operands of an operation, also those in lists and tuples."""
-    for operand in operands:
-        if isinstance(operand, Tensor):
-            yield operand
-        elif isinstance(operand, list | tuple):
-            yield from tensors_in(operand)
 
 
 def _cache_key(value: Any) -> Hashable:

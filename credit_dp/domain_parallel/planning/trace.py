@@ -27,7 +27,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from credit_dp.domain_parallel.planning.shape_memo import TensorSpec, tensors_in
+from credit_dp.domain_parallel.band_tensor.tensor import tensors_in
+from credit_dp.domain_parallel.planning.shape_memo import TensorSpec
 from credit_dp.errors import UserError
 from credit_dp.process import no_garbage_collection
 from credit_dp.random_streams import python_random_state, set_python_random_state

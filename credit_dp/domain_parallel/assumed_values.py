@@ -1,6 +1,6 @@
 """Values by which a model decides what to do, in a dry run, where tensors have none.
 
-What depends on neither inputs nor weights is known (`KnownValues`). Of anything else a value is
+What depends on neither inputs nor weights is known (`KnownValues`). For anything else a value is
 assumed, and the dry run shows the costs of that branch (`Assumptions`). When the model runs, all
 ranks decide by the values of the first rank, so that they run the same branch.
 """

@@ -99,19 +99,19 @@ class Decision:
     can't be sharded, if there are `problems`.
 
     Attributes:
-        whole_ops_limit: of the activations that a rank holds, over the least that it could.
-        bands: of the fields of converted layers, or of the inputs.
+        whole_ops_limit: the most that a rank may hold of activations, over the least that it could.
+        bands: those of the fields of converted layers, or those of the inputs.
         problems: all reasons why the model can't be sharded like this.
         refusal: the reason why its layers can't be converted.
-        unplanned: the reason why nothing is known of the costs of a model that can be trained.
+        unplanned: the reason why the costs are not known, although the model can be trained.
         run: the dry run of one rank; None without costs. It counts the messages of all ranks, and
             on tensors of the globe it is the fullest rank's.
-        saved_bytes: of each rank, if asked for: tensors that autograd saves for backward, an
-            estimate of the memory for activations. Temporary memory of operations, gradients and
-            the optimizer come on top. Ranks with the same bands share one estimate;
-            on tensors of the globe those with the same bands of the inputs do.
-        recomputed_bytes: what comes on top if backward computes modules again: what the module with
-            most saves meanwhile.
+        saved_bytes: what autograd saves for backward on each rank, if asked for: an estimate of the
+            memory for activations. Temporary memory of operations, gradients and the optimizer come
+            on top. Ranks with the same bands, on tensors of the globe the same bands of the inputs,
+            share one estimate.
+        recomputed_bytes: what the module that saves most saves while backward computes it again;
+            it comes on top.
         cause: the error of the model's own code behind a problem.
     """
 

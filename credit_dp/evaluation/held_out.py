@@ -97,8 +97,8 @@ class HeldOutData:
         points: points that count: those with values, without the rim of a region; None: all.
         initial_times: the split contains all input states of each and all steps to the longest
             lead time.
-        members: the same for each member of an ensemble; itself of a store without. Of an ensemble,
-            its own methods read the first member.
+        members: the data of each member of an ensemble, or `self` alone if the store has no
+            members. The methods of `self` read the first member.
         first_sample: the number of its first initial time among those of all members.
 
     Raises:
@@ -510,7 +510,7 @@ def example_map(
 ) -> FieldMap:
     """Return one channel from the first initial time at the longest lead time, on the globe.
 
-    Of an ensemble it is the first member: a mean would be smoother than any forecast.
+    An ensemble shows its first member: a mean would be smoother than any forecast.
 
     Collective over all axes. Global fields are gathered only for drawing, and only of one channel.
     """

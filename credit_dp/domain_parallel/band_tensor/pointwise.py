@@ -170,11 +170,12 @@ def _grows(tensors: list[Tensor], partial: list[bool]) -> bool:
 
 
 def common_rows(tensors: list[Tensor]) -> Rows:
-    """Return in which bands tensors are combined that broadcast with each other.
+    """Return in which bands to combine tensors that broadcast with each other.
 
-    Those of the largest one, which would cost most to move. Of equal ones those in the dimension in
-    which the first has its rows, to which a residual adds, and that end at windows: the others move
-    once, instead of back and forth around each attention.
+    These are the bands of the largest tensor, which would cost most to move. If several are as
+    large, bands in the dimension in which the first has its rows, to which a residual adds, and
+    bands that end at windows come first: the others move once, instead of back and forth around
+    each attention.
     """
     found: list[BandTensor] = []
     for x in tensors:

@@ -115,22 +115,22 @@ class Domain:
 
     Attributes:
         whole_calls: how often each operator gathered bands and ran whole.
-        recorder: of a run without data.
-        uncounted: memory that may be written to without torch's count of it.
-        reduced: the bands of tensors that were reduced over rows, by shape: their gradients have
-            that shape, and get these bands.
-        sizes_before: the sizes of the dimensions that a view last joined into one, by the size of
-            this and the number of entries; none if only parts were joined. Rules cut the dimension
-            where one of these begins, so that the view can be undone without moving rows.
+        recorder: notes what a run without data does.
+        uncounted: storages that something may have written to past torch's count of writes.
+        reduced: shape of a field that was reduced over rows -> its bands. The field's gradient has
+            that shape, and gets these bands.
+        sizes_before: (size of a dimension, entries of the tensor) -> the sizes of the dimensions
+            that a view joined into it; none if it joined parts of dimensions. Rules cut the
+            dimension where one of these begins, so that the view is undone without moving rows.
         has_model: whether tensors exist only while a model runs, see `check_model_runs`.
         decision: how the model came to compute on tensors of the globe.
         loss_factor: what training multiplies the loss by, as data parallelism averages over ranks.
             Gradients inside of the model are without it.
-        outputs: the rows of the model's latest outputs, by tensor; None before the first.
-        folds: of the size of a dimension with folded rows, of which a part was taken last, the
-            number of rows: gradients of parts are folded so, too.
-        read: how tensors were held of which operators have read parts, by what says which: their
-            gradients are brought there at once, before several operators read them.
+        outputs: latest output of the model -> its rows; None before the first forward.
+        folds: size of a dimension with folded rows -> its number of rows, if an operator has taken
+            a part of it. The gradient of the part is folded in the same way.
+        read: the call that has read a part of a tensor -> the tensor's bands. Its gradient moves to
+            these bands once, before several operators read it.
     """
 
     def __init__(self, manager: DomainParallelManager) -> None:
@@ -199,7 +199,7 @@ class Part(NamedTuple):
 
     Attributes:
         is_copy: whether it is a copy though torch takes it for a view of the first argument.
-        kept: what backward needs of this rank's, which it would have to fetch again.
+        kept: tensors of this rank that backward needs, and would have to fetch again.
         is_open: see `BandTensor`; `local` may then repeat one value without memory for each.
     """
 
@@ -232,8 +232,8 @@ class OtherLayouts:
 
     Attributes:
         version: how often the tensor had been written to.
-        parts: what the rank has, by layout. Bands of fewer rows are those of the first ones: the
-            other rows are zero.
+        parts: layout -> what the rank has. If a band has fewer rows than the tensor, these are the
+            first ones, and the others are zero.
     """
 
     def __init__(self, version: int) -> None:
@@ -269,25 +269,26 @@ class BandTensor(GlobeTensor):
     """A tensor of the globe's shape, of which this rank holds `local`.
 
     Attributes:
-        rows: what that is of the globe's tensor.
-        origin: of a copy that torch takes for a view: it is computed anew if its base was written.
-        seen_version: up to which write of its base a copy is up to date.
+        rows: says which part of the globe's tensor `local` is.
+        origin: how a copy that torch takes for a view came about: the copy is computed anew if its
+            base was written.
+        seen_version: number of writes to its base that a copy shows.
         described: shape, strides and the like, as a key; None if they have to be looked up.
         fetched: rows of other bands that operators have fetched, for the next one that reads it.
-        unsent: of a gradient, parts of it that other ranks have to add to their bands. They are
-            sent when its bands are read: gradients that are added up before are sent as one.
+        unsent: parts of a gradient that other ranks have to add to their bands. They are sent when
+            its bands are read: gradients that are added up before are sent as one.
         others: what rules have moved or summed up, for those that read it again, as in backward.
         returns: whether its gradient is moved to its bands before anything reads it.
-        kept: of a result that backward alone reads: see `Part`.
-        has_changed_shape: whether it has another shape in place than when views of it were made.
-        is_open: whether all ranks hold a tensor that the model has made to be filled: the first
+        kept: see `Part`; for a result that backward alone reads.
+        has_changed_shape: whether its shape was changed in place after views of it were made.
+        is_open: whether the model has made it to be filled, and all ranks hold all of it. The first
             band that is written to it, or to a view of it, decides in which bands it is held.
-        views: of an open tensor, by `id`; None if there were none.
-        has_plain: of a sum in backward, whether plain tensors were added: see `parameters`.
-        is_late: of a copy that nothing has read yet: `local` has no values, see `refresh`. It may
-            be written to, or torch may only want to know how to differentiate it.
-        has_views: whether there have been views of it.
-        is_zero: of an open tensor that nothing was written to, whether all of it is zero.
+        views: `id` -> a view of this open tensor; None if there were none.
+        has_plain: whether this sum, computed in backward, has plain tensors as terms: see
+            `parameters`.
+        is_late: whether `local` has no values yet, as nothing has read this copy: see `refresh`.
+            It may be written to, or torch may only want to know how to differentiate it.
+        is_zero: whether this open tensor is all zero, as nothing was written to it.
     """
 
     # Libraries that choose a backend by a type's module, as opt_einsum, compute it with torch.

@@ -161,13 +161,13 @@ def viewed_band(
 def sizes_before_view(
     shape: tuple[int, ...], new: tuple[int, ...]
 ) -> dict[tuple[int, int], tuple[int, ...]]:
-    """Return of the size of each new dimension the sizes of those that it is made of.
+    """Return the sizes of the dimensions that each dimension of a view is made of.
 
-    None if it has parts of dimensions: a view can't be undone of bands of these. Of several
-    dimensions of one size those of which one is made of most.
+    There are none if it is made of parts of dimensions: a view of bands of these can't be undone.
+    If several dimensions have one size, the one that is made of most counts.
 
     Returns:
-        the sizes by size and number of entries of the tensor.
+        (size of the dimension, entries of the tensor) -> the sizes.
     """
     found: dict[tuple[int, int], tuple[int, ...]] = {}
     numel = prod(shape)

@@ -59,7 +59,7 @@ def is_chunked(x: Tensor) -> bool:
 def _chunks(x: Tensor, groups: int) -> list[_Chunk]:
     """Return chunks that fit in the cache: samples and groups, or slabs if channels are last.
 
-    Of two consecutive passes one runs in reverse: it starts with the chunk that the other has just
+    One of two consecutive passes runs in reverse: it starts with the chunk that the other has just
     left in the cache. Elsewhere than on CPUs the field is one chunk. If channels are last each
     sample is one, as samples have their own factors but are not adjacent channels.
     """

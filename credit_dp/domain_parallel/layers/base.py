@@ -225,9 +225,9 @@ class RowLayer(nn.Module, ABC):
 
     @property
     def wrapped_is_exact(self) -> bool:
-        """Whether the wrapped layer, called with a band, returns the rows that this layer does.
+        """Whether the wrapped layer, called with a band, returns the rows that this layer returns.
 
-        Of heights that the plan has; of any until there is one.
+        It has to do so at the planned heights, or at any height until there is a plan.
         """
         return False
 

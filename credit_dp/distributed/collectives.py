@@ -181,7 +181,7 @@ def _gather_in_tree(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
             return []
         if rank + distance < size:
             gathered += _receive(rank + distance, group)
-    return [of_rank for _, of_rank in sorted(gathered, key=lambda pair: pair[0])]
+    return [value for _, value in sorted(gathered, key=lambda pair: pair[0])]
 
 
 def _broadcast_in_tree(value: Any, group: dist.ProcessGroup) -> Any:

@@ -165,17 +165,17 @@ def new_mesh(ranks: Tensor, names: tuple[str, ...], urgent: str = "") -> DeviceM
 
     ranks = ranks.contiguous()  # torch derives the positions from the strides
     groups: dict[tuple[tuple[int, ...], ...], ProcessGroup] = {}
-    of_axes = []
+    axis_groups = []
     for axis, name in enumerate(names):
         parts = ranks.movedim(axis, -1).reshape(-1, ranks.shape[axis]).tolist()
         # Axes of one rank share their groups.
         key = tuple(map(tuple, parts))
         if key not in groups:
             groups[key] = new_group_of(parts, urgent=name == urgent)
-        of_axes.append(groups[key])
+        axis_groups.append(groups[key])
     wait_until_connected()
     kind = "cuda" if "nccl" in get_backend() else "cpu"
-    return DeviceMesh.from_group(of_axes, kind, ranks, mesh_dim_names=names)
+    return DeviceMesh.from_group(axis_groups, kind, ranks, mesh_dim_names=names)
 
 
 def wait_until_connected() -> None:

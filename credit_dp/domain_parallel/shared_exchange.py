@@ -89,9 +89,9 @@ class SharedExchange:
         self.uses = uses
         self._open_count = 0
         self._fetched: _ReaderRows | None = None
-        self._plans: dict[tuple[RowPartition, int], tuple[RowExchange, tuple[Window, ...]]] = {}
+        self._by_bands: dict[tuple[RowPartition, int], tuple[RowExchange, tuple[Window, ...]]] = {}
         # The same by height, for compiled code.
-        self._compiled_plans: dict[int, tuple[RowExchange, tuple[Window, ...]]] = {}
+        self._by_height: dict[int, tuple[RowExchange, tuple[Window, ...]]] = {}
 
     def open(self) -> None:
         """Let the first reader fetch for all from now on."""
@@ -127,26 +127,28 @@ class SharedExchange:
     def prepare_height(self, height: int) -> None:
         """Collect what compiled code needs of the plan at one height."""
         bands = [reader.planned_bands(height) for reader in self.readers]
-        self._compiled_plans[height] = self._make_plan(bands)
+        self._by_height[height] = self._exchange_and_windows(bands)
 
     def _fetch_for_all(self, layer: StencilLayer, x: Tensor) -> tuple[Tensor, ...]:
         input_bands = layer.bands(x).input
         transport = layer.manager.transport
         if torch.compiler.is_dynamo_compiling():
-            exchange, windows = self._compiled_plans[input_bands.height]
+            exchange, windows = self._by_height[input_bands.height]
             fetched = fetch_rows(x, exchange, transport, layer.dim)
             return tuple(fetched.narrow(layer.dim, *window) for window in windows)
         # Dry runs assign the manager to one rank after the other: the rank is part of the key.
         key = input_bands, layer.manager.domain_rank
-        if key not in self._plans:
-            self._plans[key] = self._make_plan([reader.bands(x) for reader in self.readers])
-        exchange, windows = self._plans[key]
+        if key not in self._by_bands:
+            self._by_bands[key] = self._exchange_and_windows(
+                [reader.bands(x) for reader in self.readers]
+            )
+        exchange, windows = self._by_bands[key]
         rows: tuple[Tensor, ...] = _SharedExchangeFunction.apply(  # type: ignore[no-untyped-call]
             x, exchange, transport, layer.dim, windows
         )
         return rows
 
-    def _make_plan(self, bands: list[Bands]) -> tuple[RowExchange, tuple[Window, ...]]:
+    def _exchange_and_windows(self, bands: list[Bands]) -> tuple[RowExchange, tuple[Window, ...]]:
         input_bands = bands[0].input
         required_rows = []
         windows = []

@@ -455,10 +455,10 @@ class GroupTransport(Transport):
 
     def _from_each_rank(self, x: Tensor) -> list[Tensor]:
         x = x.detach().contiguous()
-        of_ranks = [x if rank == self.rank else torch.empty_like(x) for rank in range(self.size)]
-        received = [(rank, other) for rank, other in enumerate(of_ranks) if rank != self.rank]
+        gathered = [x if rank == self.rank else torch.empty_like(x) for rank in range(self.size)]
+        received = [(rank, other) for rank, other in enumerate(gathered) if rank != self.rank]
         self._start_one_by_one([(rank, x) for rank, _ in received], received)()
-        return of_ranks
+        return gathered
 
     def _all_gather(self, x: Tensor) -> Tensor:
         if self._is_sent_to_each(x):

@@ -98,8 +98,8 @@ def difference_table(
         for c in in_order(channels)
     ]
     variables = [
-        (variable, [(level, cells) for _, level, cells in of_variable])
-        for variable, of_variable in groupby(rows, key=lambda row: row[0])
+        (variable, [(level, cells) for _, level, cells in variable_rows])
+        for variable, variable_rows in groupby(rows, key=lambda row: row[0])
     ]
     key = [coloured_cell(x, limit) for x in np.linspace(-limit, limit, 5).tolist()]
     headings = [lead_label(hours[lead], hours[-1]) for lead in leads]

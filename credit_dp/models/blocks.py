@@ -137,7 +137,7 @@ def set_noise(model: nn.Module, numbers: Callable[[int], Sequence[Iterable[float
     layers = [layer for layer in layers_with_draws(model) if isinstance(layer, NoiseModulation)]
     if not layers:
         return
-    draws = [list(map(float, of_sample)) for of_sample in numbers(layers[0].noise)]
+    draws = [list(map(float, sample_numbers)) for sample_numbers in numbers(layers[0].noise)]
     parameter = next(model.parameters())
     noise = constant_tensor(draws, parameter.device, parameter.dtype)
     for layer in layers:

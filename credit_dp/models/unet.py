@@ -376,15 +376,15 @@ class UNet(SegmentedModel):
     ) -> None:
         super().__init__()
         widths = config.channels
-        modes = of_blocks = padding_modes(config, grid)
+        modes = block_modes = padding_modes(config, grid)
         if grid.is_global and config.block == "global_depthwise":
-            of_blocks = ("zeros", modes[1])  # beyond the poles, where long kernels reach far
+            block_modes = ("zeros", modes[1])  # beyond the poles, where long kernels reach far
         steps = list(pairwise(widths))  # (finer, coarser), finest first
         encoder_rates, decoder_rates = _level_depth_rates(config)
         self.checkpointing = config.activation_checkpointing
         self.stem = PeriodicConv2d(in_channels, widths[0], 3, 1, *modes)
         self.encoder = nn.ModuleList(
-            _build_level(w, w, config, rates, of_blocks)
+            _build_level(w, w, config, rates, block_modes)
             for w, rates in zip(widths, encoder_rates, strict=True)
         )
         self.down = nn.ModuleList(PeriodicConv2d(a, b, 3, 2, *modes) for a, b in steps)
@@ -392,7 +392,7 @@ class UNet(SegmentedModel):
         # One layer for each height of the grid.
         self.crop = nn.ModuleList(MatchRows() for _ in steps)
         self.decoder = nn.ModuleList(
-            _build_level(2 * a, a, config, rates, of_blocks)
+            _build_level(2 * a, a, config, rates, block_modes)
             for (a, _), rates in zip(steps, decoder_rates, strict=True)
         )
         self.norm = nn.GroupNorm(config.groups, widths[0])

@@ -407,7 +407,7 @@ def measure_stage(stage: Stage, manager: DomainParallelManager, samples: int) ->
     on_globe = stage.globe_shapes is not None
     run = _run_stage(stage.module, stage.index, state, manager, on_globe, backward=True)
     traffic = [*run.forward.values(), *run.backward.values()]
-    sent = tuple(sum(of_rank, RankTraffic()) for of_rank in zip(*traffic, strict=True))
+    sent = tuple(sum(rank_traffic, RankTraffic()) for rank_traffic in zip(*traffic, strict=True))
     return StageFootprint(run.saved_bytes, sent)
 
 

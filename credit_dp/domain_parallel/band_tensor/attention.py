@@ -578,11 +578,11 @@ def _multi_head(
     mask_type: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     weight, bias, out_weight, out_bias = weights
-    of_heads = [
+    projections = [
         F.linear(x, w, b).view(*x.shape[:2], heads, -1).transpose(1, 2)
         for x, w, b in zip(tensors, weight.chunk(3), bias.chunk(3), strict=True)
     ]
-    query, key, value = of_heads
+    query, key, value = projections
     scores = None
     if mask is None and not need_weights:
         found = F.scaled_dot_product_attention(query, key, value)

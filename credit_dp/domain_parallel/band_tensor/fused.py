@@ -103,11 +103,11 @@ class OnRows(torch.autograd.Function):
         else:
             found = layer.backward(grad.local, x.local, weight, bias, settings, kept, needs)
             domain = x.domain
-            of_x = found[0]
+            grad_x = found[0]
             grads = [_whole_part(each, domain) for each in found]
-            if of_x is not None:
-                like = contiguous(tuple(x.shape), of_x.dtype, of_x.device)
-                grads[0] = new_tensor(of_x, x.rows, domain, like)
+            if grad_x is not None:
+                like = contiguous(tuple(x.shape), grad_x.dtype, grad_x.device)
+                grads[0] = new_tensor(grad_x, x.rows, domain, like)
         return None, *grads, None
 
 
@@ -118,8 +118,8 @@ _results: dict[Any, Described] = {}
 def _run(
     layer: Layer, x: BandTensor, weight: Any, bias: Any, settings: tuple[Any, ...]
 ) -> tuple[BandTensor, tuple[Tensor, ...]]:
-    of_weight = None if weight is None else (weight.shape, weight.dtype)
-    key = (layer, describe(x), of_weight, bias is None, settings)
+    weight_key = None if weight is None else (weight.shape, weight.dtype)
+    key = (layer, describe(x), weight_key, bias is None, settings)
     like = _results.get(key)
     if like is None:
         likes = result_strides(layer.operator, layer.arguments(x, weight, bias, *settings), {})
@@ -209,9 +209,9 @@ def _linear_backward(
     needs: Sequence[bool],
 ) -> list[Tensor | None]:
     rows = grad.reshape(-1, grad.shape[-1])
-    of_x = (rows @ weight.conj()).view(x.shape) if needs[0] else None
-    of_weight = rows.t() @ x.reshape(-1, x.shape[-1]).conj() if needs[1] else None
-    return [of_x, of_weight, rows.sum(0) if needs[2] else None]
+    grad_x = (rows @ weight.conj()).view(x.shape) if needs[0] else None
+    grad_weight = rows.t() @ x.reshape(-1, x.shape[-1]).conj() if needs[1] else None
+    return [grad_x, grad_weight, rows.sum(0) if needs[2] else None]
 
 
 LINEAR = Layer(F.linear, aten.linear.default, lambda *args: args, False, _linear, _linear_backward)

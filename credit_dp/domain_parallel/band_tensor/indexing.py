@@ -70,12 +70,12 @@ class Places(NamedTuple):
     shape: tuple[int, ...]
     ndim: int
 
-    def of_dim(self, dim: int) -> int:
+    def dim_after(self, dim: int) -> int:
         """Return where a dimension without an index is in the result."""
         before = dim - sum(d < dim for d in self.dims)
         return before if before < self.first else before + len(self.shape)
 
-    def of_index(self, band: Band) -> Band:
+    def band_after(self, band: Band) -> Band:
         """Return bands of the result, for those of the indices."""
         return at(band, self.first + len(self.shape) + band.dim, self.ndim)
 
@@ -261,7 +261,7 @@ def index(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     where = places(indices, x.ndim)
     if is_band(x) and dim_of(x) not in where.dims:
         local = func(x.local, [whole(i) for i in indices])
-        return Part(local, at(x.rows, where.of_dim(dim_of(x)), where.ndim))
+        return Part(local, at(x.rows, where.dim_after(dim_of(x)), where.ndim))
     rows = common_rows([i for i in indices if i is not None])
     if not isinstance(rows, Band) and not is_band(x):
         local, layout = (x.local, x.rows) if type(x) is BandTensor else (x, WHOLE)
@@ -277,7 +277,7 @@ def index(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             band = Band(dim - x.ndim, 1, domain.bounds(x.shape[dim]))
             domain.note_read(("points", tuple(x.shape), where.dims), x.rows)
             local = func(with_rows(x, band, domain), [whole(i) for i in indices])
-            return Part(local, at(band, where.of_dim(dim), where.ndim))
+            return Part(local, at(band, where.dim_after(dim), where.ndim))
         dim = max(range(len(where.shape)), key=where.shape.__getitem__, default=0)
         if where.shape:
             size = where.shape[dim]
@@ -285,7 +285,7 @@ def index(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if not isinstance(rows, Band):
         return Part(func(whole(x), [whole(i) for i in indices]), WHOLE)
     local = func(whole(x), [i if i is None else with_rows(i, rows, domain) for i in indices])
-    return Part(local, where.of_index(rows))
+    return Part(local, where.band_after(rows))
 
 
 def index_rows(x: BandTensor, index: Tensor, where: Places) -> Part:
@@ -382,7 +382,7 @@ def put_at_indices(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         return put_whole(aten.index_put_.default, (x, indices, values, adds), {})
     dim = dim_of(x)
     if dim not in where.dims:
-        band = at(rows, where.of_dim(dim), where.ndim)
+        band = at(rows, where.dim_after(dim), where.ndim)
         aten.index_put_.default(
             x.local, [whole(i) for i in indices], with_rows(values, band, domain), adds
         )
@@ -438,7 +438,7 @@ def add_points(
     if domain.rank:
         x.local.zero_()
     local = [i if i is None else with_rows(i, points, domain) for i in indices]
-    value = with_rows(values, where.of_index(points), domain)
+    value = with_rows(values, where.band_after(points), domain)
     aten.index_put_.default(x.local, local, value, True)
     x.rows, x.is_open, x.others = PARTIAL, False, None
     return x
@@ -456,7 +456,7 @@ def band_to_put(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Band | None:
     where = places(indices, x.ndim)
     dim = where.ndim + values.rows.dim
     for d in range(x.ndim):
-        if d not in where.dims and where.of_dim(d) == dim and x.shape[d] == values.rows.size:
+        if d not in where.dims and where.dim_after(d) == dim and x.shape[d] == values.rows.size:
             return at(values.rows, d, x.ndim)
     if not is_taken(values, indices, where):
         return None
@@ -545,9 +545,9 @@ def put_own(x: BandTensor, indices: Indices, values: Any, where: Places, adds: b
     everywhere = [
         None if i is None else whole(i).to(x.device).expand(where.shape).flatten() for i in indices
     ]
-    of_rows = everywhere[dim_of(x)]
-    assert of_rows is not None
-    own, here = own_entries(of_rows, rows, domain.rank)
+    row_numbers = everywhere[dim_of(x)]
+    assert row_numbers is not None
+    own, here = own_entries(row_numbers, rows, domain.rank)
     local = [None if i is None else i[own] for i in everywhere]
     local[dim_of(x)] = here
     value = whole(values)

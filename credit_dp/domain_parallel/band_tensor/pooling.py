@@ -290,8 +290,8 @@ def max_pool_backward(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     rows = needed.stop - needed.first
     places = local_flat_indices(places, needed.first, rows, _columns(x, dim), height)
     like = torch.Size(_resized(x.local, dim, (), rows)), memory_format_of(x.local)
-    of_rows = maximum_gradient(grad, places, like, pool.arguments(dim))
-    cropped = pad_rows(of_rows, dim, min(needed.first, 0), min(height - needed.stop, 0))
+    row_grad = maximum_gradient(grad, places, like, pool.arguments(dim))
+    cropped = pad_rows(row_grad, dim, min(needed.first, 0), min(height - needed.stop, 0))
     return band_gradient(x, cropped, needed.wanted)
 
 
@@ -366,8 +366,8 @@ def avg_pool_backward(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     rows = torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=memory_format)
     if count == 2 and x.ndim == 4 and any(settings[2]) and has_wrong_gradient(rows):
         rows, grad = rows.contiguous(), grad.contiguous()
-    of_rows = func(pool.rescaled(grad, needed), rows, *settings)
-    return band_gradient(x, of_rows, needed.wanted)
+    row_grad = func(pool.rescaled(grad, needed), rows, *settings)
+    return band_gradient(x, row_grad, needed.wanted)
 
 
 # ---------------------------------------------------------------- adaptive maxima

@@ -481,8 +481,8 @@ def distances(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def distances_backward(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Return the gradient of the first vectors."""
     grad, a, b, p, result = args
-    (of_a, of_b, _), batch = _labels_of_vectors(a, b, result)
-    labels = (batch + "YZ", of_a + "YK", of_b + "ZK", batch + "YZ")
+    (names_a, names_b, _), batch = _labels_of_vectors(a, b, result)
+    labels = (batch + "YZ", names_a + "YK", names_b + "ZK", batch + "YZ")
     found = contract((grad, a, b, result), labels, batch + "YK", "K")
     if found is None:
         return run_whole(func, args, kwargs)

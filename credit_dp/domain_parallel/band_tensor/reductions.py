@@ -390,8 +390,8 @@ def scan(func: Any, x: BandTensor, given: Given, dims: tuple[int, ...]) -> Any:
     options = {} if is_real or given.get("dtype") is None else {"dtype": given["dtype"]}
     function, fold, join = SCANS[name]
     result = function(local, dim, **options)
-    of_band = fold(local, dim, True, **options)
-    before = domain.transport.all_gather(of_band)[: domain.rank]
+    band_total = fold(local, dim, True, **options)
+    before = domain.transport.all_gather(band_total)[: domain.rank]
     if domain.rank:
         result = join(result, fold(before, 0, **options))
     return Part(result.to(kind) if is_real else result, band)

@@ -102,11 +102,11 @@ def gather(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return index_rows(part, vector, places([*[None] * dim, vector], x.ndim))
     band = band_along_others(dim, index, x)
     if band is not None:
-        of_x = with_as_many(band, x.shape[band.dim])
+        x_band = with_as_many(band, x.shape[band.dim])
         if is_band(x):
             domain.note_read(("gather", tuple(x.shape), dim), x.rows)
         local_index = with_rows(index, band, domain)
-        return Part(func(with_rows(x, of_x, domain), dim, local_index, **kwargs), band)
+        return Part(func(with_rows(x, x_band, domain), dim, local_index, **kwargs), band)
     if is_band(index):
         return Part(func(whole(x), dim, index.local, **kwargs), index.rows)
     return Part(func(whole(x), dim, whole(index), **kwargs), WHOLE)
@@ -116,8 +116,10 @@ def is_vector(index: Any, dim: int) -> bool:
     """Return whether an index that all ranks have is the same for all entries of other dims."""
     if is_band(index) or not index.ndim or 0 in index.shape:
         return False
-    of_dims = zip(index.shape, index.stride(), strict=True)
-    return all(d == dim or size == 1 or stride == 0 for d, (size, stride) in enumerate(of_dims))
+    sizes_and_strides = zip(index.shape, index.stride(), strict=True)
+    return all(
+        d == dim or size == 1 or stride == 0 for d, (size, stride) in enumerate(sizes_and_strides)
+    )
 
 
 @rule_for("scatter_.src", "scatter_.value", "scatter_.reduce", "scatter_.value_reduce")

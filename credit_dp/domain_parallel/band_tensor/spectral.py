@@ -103,9 +103,9 @@ def _steps(func: Any, dims: tuple[int, ...], row_dim: int, rest: tuple[Any, ...]
         if func is c2c:
             steps[1] = steps[1]._replace(rest=rest)
         return steps if others else steps[1:]
-    of_columns = tuple(d for d in before if d != row_dim)
+    columns = tuple(d for d in before if d != row_dim)
     steps = [
-        Step(c2c, of_columns, (rest[0], False), ()),
+        Step(c2c, columns, (rest[0], False), ()),
         Step(c2c, (row_dim,), (rest[0], False), others),
         Step(c2r, (last,), rest, before),
     ]

@@ -305,7 +305,7 @@ def band_gradients(
         for edge in edges_with_rows(padded, weight, settings, halo)
     ]
     if needs_grad[0]:  # equal on all ranks, so that all send or none does
-        parts = [(edge.halo, edge.halo_part(of_rows)) for edge, of_rows, _ in edge_gradients]
+        parts = [(edge.halo, edge.halo_part(row_grads)) for edge, row_grads, _ in edge_gradients]
         if len(parts) == 2:
             halo_grad = torch.cat([part for _, part in parts], halo.dim)
         else:  # zeros beyond a pole, or beyond both

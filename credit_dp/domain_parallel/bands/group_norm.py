@@ -113,20 +113,20 @@ def _local_moments(x: Tensor, groups: int) -> Tensor:
     if _is_channels_last(x):
         slabs = _slabs(x)
         sizes = tuple(slab.stop - slab.start for slab in slabs)
-        of_samples = []
+        samples = []
         for sample in range(len(x)):
             slab_values = (x[sample : sample + 1, :, slab] for slab in slabs)
-            of_slabs = [_moments_of_slab(values.to(dtype), groups) for values in slab_values]
-            of_samples.append(torch.stack(combine_moments(torch.stack(of_slabs), sizes)))
-        return torch.cat(of_samples, 1)
+            slab_moments = [_moments_of_slab(values.to(dtype), groups) for values in slab_values]
+            samples.append(torch.stack(combine_moments(torch.stack(slab_moments), sizes)))
+        return torch.cat(samples, 1)
     chunks = _chunks(x, groups)
     if chunks == [FULL_CHUNK]:
         return _moments_of_groups(x.to(dtype), groups)
     moments = x.new_empty((2, len(x), groups), dtype=dtype)
     for chunk in reversed(chunks):
         values = chunk.select(x).to(dtype)
-        of_chunk = _moments_of_groups(values, values.shape[1] * groups // x.shape[1])
-        moments[:, chunk.samples, chunk.groups] = of_chunk
+        chunk_moments = _moments_of_groups(values, values.shape[1] * groups // x.shape[1])
+        moments[:, chunk.samples, chunk.groups] = chunk_moments
     return moments
 
 
@@ -276,12 +276,12 @@ def _channel_gradient_sums(
 
     def sums_of(chunk: _Chunk) -> Tensor:
         values = chunk.select(x)
-        of_channels = [chunk.select_channels(moment) for moment in (center, variance)]
+        channel_moments = [chunk.select_channels(moment) for moment in (center, variance)]
         _, *grads = torch.ops.aten.native_batch_norm_backward(
             _as_one_sample(chunk.select(grad), channels_last),
             _as_one_sample(values, channels_last),
-            of_channels[0],  # no weight: only the gradient of `x` would depend on it
-            *of_channels, nothing, nothing, False, eps, [False, True, True],
+            channel_moments[0],  # no weight: only the gradient of `x` would depend on it
+            *channel_moments, nothing, nothing, False, eps, [False, True, True],
         )  # fmt: skip
         return torch.stack(grads).view(2, *values.shape[:2])
 

@@ -156,7 +156,7 @@ def exchange_to_bands(
     pairs = list(zip(tensors, blocks, strict=True))
     by_tensor = [of.parts(x, rank) for x, of in pairs]
     parts = _exchange_parts(
-        [[of_tensor[peer] for of_tensor in by_tensor] for peer in peers],
+        [[own_parts[peer] for own_parts in by_tensor] for peer in peers],
         [[of.shape(x, rank, peer) for x, of in pairs] for peer in peers],
         [[[prod(of.shape(x, r, p)) for r in peers] for p in peers] for x, of in pairs],
         blocks[0].bands,
@@ -192,7 +192,7 @@ def _exchange_parts(
     transport.announce_sizes(
         [[sum(n[p][r] for n in entries) * like.element_size() for r in ranks] for p in ranks], bands
     )
-    send, receive, parts = [], [], [list(of_rank) for of_rank in sent]
+    send, receive, parts = [], [], [list(rank_parts) for rank_parts in sent]
     for peer in ranks:
         if peer == rank:
             continue

@@ -241,6 +241,6 @@ def update_running_statistics(
     mean, variance = moments
     # As in torch, the running variance is the unbiased one.
     for statistic, moment in zip(running, (mean, variance * (count / (count - 1))), strict=True):
-        of_samples = moment.reshape(-1, *statistic.shape)
-        average = of_samples[0] if of_samples.shape[0] == 1 else of_samples.mean(0)
+        by_sample = moment.reshape(-1, *statistic.shape)
+        average = by_sample[0] if by_sample.shape[0] == 1 else by_sample.mean(0)
         statistic.mul_(1 - momentum).add_(average.to(statistic.dtype) * momentum)

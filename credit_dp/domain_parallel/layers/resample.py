@@ -159,11 +159,11 @@ MODES = (*NEAREST, *LINEAR, "bicubic", "area")
 
 
 def _input_ndim(upsample: nn.Upsample) -> int:
-    of_modes = {"linear": 1, "trilinear": 3}
+    spatial_dims = {"linear": 1, "trilinear": 3}
     for setting in (upsample.size, upsample.scale_factor):
         if isinstance(setting, (tuple, list)):
             return NON_SPATIAL + len(setting)
-    return NON_SPATIAL + of_modes.get(upsample.mode, 2)
+    return NON_SPATIAL + spatial_dims.get(upsample.mode, 2)
 
 
 class _Interpolate(InterpolationLayer, ABC):

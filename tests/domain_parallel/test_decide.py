@@ -140,7 +140,7 @@ BUILDS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("ranks", THREADS[:-1])
+@pytest.mark.parametrize("ranks", THREADS)
 @pytest.mark.parametrize(
     "name",
     tiers([("mixed",)], [("unet",), ("branches",)], [("by hand",)]),

@@ -60,7 +60,7 @@ def _halo(manager, height, width, dim):
     torch.testing.assert_close(x.grad, globe.grad[..., rows, :], rtol=1e-13, atol=1e-13)
 
 
-@pytest.mark.parametrize("ranks", THREADS[:-1])
+@pytest.mark.parametrize("ranks", THREADS)
 @given(rows=st.integers(1, 5), data=st.data())
 def test_halo_equals_zero_padding(ranks, rows, data):
     width = data.draw(st.integers(0, rows))

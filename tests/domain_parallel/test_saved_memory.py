@@ -51,7 +51,7 @@ def _share(manager):
 
 
 @in_both_ways
-@pytest.mark.parametrize("ranks", THREADS[:-1])
+@pytest.mark.parametrize("ranks", THREADS)
 def test_a_rank_saves_its_share(ranks):
     shares = on_threads(ranks, _share)
     assert max(shares) <= 1.1 / ranks + 2 / SHAPE[-2]

@@ -86,7 +86,7 @@ def _step(manager, rows, upsample="bilinear"):
 HEIGHTS = [(32, "bilinear"), *((121, upsample) for upsample in UNET_UPSAMPLING)]
 
 
-@pytest.mark.parametrize("ranks", THREADS[:-1])
+@pytest.mark.parametrize("ranks", THREADS)
 @pytest.mark.parametrize(("rows", "upsample"), tiers(HEIGHTS[:1], HEIGHTS[1:3], HEIGHTS[3:]))
 def test_a_step_sends_the_least_on_threads(ranks, rows, upsample):
     sent = on_threads(ranks, _step, rows, upsample)

@@ -55,7 +55,7 @@ def _verify(model, ranks=3, shape=SHAPE, **options):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", THREADS[:-1])
+@pytest.mark.parametrize("ranks", THREADS)
 def test_the_unet_passes(ranks):
     config = UNetConfig(channels=[4, 8], blocks=1, groups=2)
     report = verify_domain_parallel(lambda: UNet(config, 3, 2), (2, 3, 13, 8), ranks)

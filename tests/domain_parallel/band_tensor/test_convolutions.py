@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from credit_dp.domain_parallel import shard_tensor
 from credit_dp.domain_parallel.band_tensor.boundary import attach_domain
 from tests.domain_parallel.band_tensor import functions
-from tests.domain_parallel.band_tensor.function_tables import LAYERS, dilated, kernel
+from tests.domain_parallel.band_tensor.function_tables import dilated, kernel
 from tests.domain_parallel.band_tensor.functions import CHANNELS, COLUMNS, HEIGHTS, RANKS, check
 from tests.ranks import on_threads
 from tests.tables import entry
@@ -104,12 +104,6 @@ def test_convolutions_of_one_row_of_each_rank():
 
 def test_gradients_are_differentiated_again():
     functions.check_table({name: penalty(PENALTIES[name]) for name in PENALTIES}, 3)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("ranks", RANKS)
-def test_convolutions_of_the_view_compute_on_bands(ranks):
-    functions.check_table({name: LAYERS[name] for name in LAYERS if "conv" in name}, ranks)
 
 
 def _traffic(manager, function, shape):

@@ -17,7 +17,6 @@ from credit_dp.domain_parallel.band_tensor.moving import cut
 from credit_dp.domain_parallel.band_tensor.tensor import Band, Domain
 from credit_dp.domain_parallel.bands import interpolation
 from tests.domain_parallel.band_tensor import functions
-from tests.domain_parallel.band_tensor.function_tables import INDEXING, LAYERS
 from tests.ranks import on_threads
 from tests.tables import entry
 
@@ -122,8 +121,6 @@ FUNCTIONS = {
     "shuffles": shuffled,
     "samples": sampled,
     "gradients of gradients": gradients_of_gradients,
-    **{name: INDEXING[name] for name in ("shuffles", "grid_sample")},
-    **{name: LAYERS[name] for name in LAYERS if name.startswith("adaptive average")},
 }
 
 

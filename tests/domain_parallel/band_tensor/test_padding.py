@@ -15,7 +15,6 @@ from credit_dp.domain_parallel.band_tensor.boundary import Enter
 from credit_dp.domain_parallel.band_tensor.moving import cut
 from credit_dp.domain_parallel.band_tensor.tensor import Band, BandTensor, Domain
 from tests.domain_parallel.band_tensor import functions
-from tests.domain_parallel.band_tensor.function_tables import INDEXING, WINDOWS, WRITES
 from tests.ranks import RankError, on_threads
 from tests.tables import entry
 
@@ -130,9 +129,6 @@ FUNCTIONS = {
     "windows": windows,
     "rolls, flips and rotations": moved,
     "gradients of gradients": gradients_of_gradients,
-    **{name: INDEXING[name] for name in ("moves of folded rows", "flips and rolls")},
-    **{name: WRITES[name] for name in ("pads to few rows", "circular pads that crop")},
-    **{name: WINDOWS[name] for name in ("windows along a dimension",)},
 }
 
 

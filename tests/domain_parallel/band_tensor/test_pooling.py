@@ -7,7 +7,6 @@ import torch
 import torch.nn.functional as F
 
 from tests.domain_parallel.band_tensor import functions
-from tests.domain_parallel.band_tensor.function_tables import LAYERS, MIXTURES, WINDOWS, WRITES
 from tests.domain_parallel.band_tensor.functions import CHANNELS, COLUMNS, RANKS, check
 from tests.tables import entry
 
@@ -56,6 +55,7 @@ CASES = {
         F.adaptive_max_pool2d(x.mT, (3, 5), return_indices=True),
         F.adaptive_max_pool1d(x[..., 0], 4),
         F.adaptive_max_pool3d(x[..., None], (4, 2, 1), return_indices=True),
+        F.adaptive_max_pool3d(x[:, :, None], (1, 1, 3), return_indices=True),
         F.adaptive_max_pool2d(x.transpose(0, 2), 2, return_indices=True),
         F.adaptive_max_pool2d(folded(x), (3, 2)),
     ),
@@ -128,11 +128,3 @@ def test_gradients_are_differentiated_again():
         "windows": lambda x: F.unfold(x, 3, padding=1),
     }
     functions.check_table({name: penalty(pool) for name, pool in pools.items()}, 3)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("ranks", RANKS)
-def test_pools_of_the_view_compute_on_bands(ranks):
-    tables = LAYERS | WINDOWS | MIXTURES | WRITES
-    names = [name for name in tables if "pool" in name or "fold" in name or "windows" in name]
-    functions.check_table({name: tables[name] for name in names}, ranks)

@@ -16,7 +16,6 @@ from credit_dp.domain_parallel.band_tensor.moving import cut, whole
 from credit_dp.domain_parallel.band_tensor.products import best_cut
 from credit_dp.domain_parallel.band_tensor.tensor import PARTIAL, WHOLE, Band, BandTensor, Domain
 from tests.domain_parallel.band_tensor import functions
-from tests.domain_parallel.band_tensor.function_tables import ATTENTION, MIXTURES, SPECTRAL, WRITES
 from tests.domain_parallel.band_tensor.functions import CHANNELS
 from tests.ranks import on_threads
 from tests.tables import entry
@@ -235,14 +234,7 @@ TABLES = {
     "products": PRODUCTS,
     "attention": FUSED,
     "transforms": TRANSFORMS,
-    "attention of the tables": ATTENTION,
-    "transforms of the tables": SPECTRAL,
-    "products of the tables": {
-        "cdist": WRITES["cdist"],
-        **{name: MIXTURES[name] for name in ("matrix products", "einsum", "linear")},
-        **{name: MIXTURES[name] for name in ("lstm", "gru", "cell")},
-    },
-}  # fmt: skip
+}
 
 
 def test_some_of_each_kind() -> None:
@@ -256,13 +248,9 @@ def test_some_of_each_kind() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("table", TABLES)
-@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("ranks", [3, 4])
 def test_functions_are_those_of_the_globe(table: str, ranks: int) -> None:
     functions.check_table(TABLES[table], ranks)
-
-
-def test_layers_over_rows_are_those_of_the_globe() -> None:
-    functions.check(MIXTURES["lstm of rows"], whole=None)
 
 
 # ---------------------------------------------------------------- other bands than the planned ones

@@ -25,7 +25,6 @@ from credit_dp.domain_parallel.band_tensor.tensor import (
 )
 from credit_dp.domain_parallel.layers import base
 from tests.domain_parallel.band_tensor import functions
-from tests.domain_parallel.band_tensor.function_tables import MIXTURES, REDUCTIONS
 from tests.ranks import on_threads
 from tests.tables import entry
 
@@ -405,21 +404,7 @@ def test_what_is_sent(function: Function, collectives: int, numbers: int) -> Non
     assert set(on_threads(3, collectives_of, function)) == {(collectives, 8 * numbers)}
 
 
-# ---------------------------------------------------------------- the tables
-
-# Those that need no rule of another family.
-ON_BANDS = (
-    *("sums", "means of nothing", "spellings", "types", "nan", "all and any", "logsumexp"),
-    *("norms", "variances", "count_nonzero", "softmax"),
-    *("group norm", "instance norm", "layer norm", "batch norm"),
-)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_functions_of_the_tables(ranks: int) -> None:
-    tables = REDUCTIONS | MIXTURES
-    functions.check_table({name: tables[name] for name in ON_BANDS}, ranks)
+# ---------------------------------------------------------------- channels in bands
 
 
 def norms_of_channels_in_bands(m: Any, x: Tensor) -> list[Tensor]:

@@ -53,7 +53,7 @@ from tests.domain_parallel.layers.kinds import (
     WITHOUT_ROWS,
 )
 from tests.domain_parallel.models import Moved
-from tests.ranks import DEVICE, PROCESSES, on_processes, on_threads, seeded
+from tests.ranks import DEVICE, on_processes, on_threads, seeded
 from tests.tables import entry
 from tests.tier_cases import tiers
 
@@ -101,13 +101,12 @@ def _stack():
 
 
 @pytest.mark.parametrize("planned", [True, False])
-@pytest.mark.parametrize("ranks", PROCESSES)
-def test_a_stack_on_gloo_ranks(ranks, planned):
+def test_a_stack_on_gloo_ranks(planned):
     for meanwhile in (True, False):
         for height in (8, 61):  # some bands have two rows
             args = (_stack, (), (2, 2, height, 5), 1e-11, 0.0, planned)
             with halos_travel(meanwhile=meanwhile), entry(height):
-                on_processes(ranks, assert_same_as_whole_globe, *args)
+                on_processes(3, assert_same_as_whole_globe, *args)
 
 
 class _Checkpointed(nn.Sequential):
@@ -338,12 +337,6 @@ def test_gradients_of_gradients(family):
         for meanwhile in (True, False) if family == "convolutions" else (True,):
             with halos_travel(meanwhile=meanwhile), entry(name):
                 on_threads(3, _penalised, name)
-
-
-@pytest.mark.slow
-def test_gradients_of_gradients_on_gloo_ranks():
-    for name in ("convolution", "group norm"):
-        on_processes(3, _penalised, name)
 
 
 # --- rounding and collectives --------------------------------------------------------------

@@ -56,7 +56,7 @@ def _distributed(channels, kernel, groups, bias):
     return DistributedDepthwiseConv2d(channels, kernel, groups, bias, device=DEVICE)
 
 
-@pytest.mark.parametrize("ranks", THREADS[:-1])
+@pytest.mark.parametrize("ranks", THREADS)
 @given(
     height=st.integers(4, 14),
     channels=st.integers(2, 5),
@@ -86,7 +86,7 @@ def _same(ranks, build, args, shape):
     on_threads(ranks, assert_same_as_whole_globe, build, args, shape)
 
 
-@pytest.mark.parametrize("ranks", THREADS[:-1])
+@pytest.mark.parametrize("ranks", THREADS)
 @given(
     height=st.integers(4, 14),
     groups=st.sampled_from([1, 2, 3, 6]),
@@ -203,7 +203,7 @@ def test_traffic_of_a_transpose(ranks, rows, channels):
     assert report.levels[0].excess == 1
 
 
-@pytest.mark.parametrize("ranks", THREADS[:-1])
+@pytest.mark.parametrize("ranks", THREADS)
 def test_all_ranks_choose_what_sends_less(ranks):
     for kernel in (3, 17, 31):
         args = ((kernel, 1), 4, 24)

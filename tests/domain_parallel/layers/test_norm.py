@@ -341,8 +341,7 @@ def _large_constant(manager):
 
 @pytest.mark.usefixtures("small_bands")
 def test_large_constant_input():
-    for ranks in (2, 3):
-        on_threads(ranks, _large_constant)
+    on_threads(3, _large_constant)
 
 
 def _kept(manager):

@@ -23,7 +23,6 @@ from tests.tables import entry
 
 MAX = (nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d)
 AVG = (nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d)
-POWER = (nn.LPPool1d, nn.LPPool2d, nn.LPPool3d)
 # Where each leaves rows: (B, C, H) of every column, (B, C, H, W), (B, C, D, H, W) by a new D.
 MOVES = {1: "columns", 2: "nothing", 3: "levels"}
 
@@ -51,8 +50,7 @@ def windows(draw, kinds):
     kernel = (*(draw(st.integers(1, 3)) for _ in range(others)), draw(st.integers(1, 6)))
     stride = (*(draw(st.integers(1, 2)) for _ in range(others)), draw(st.integers(1, 4)))
     options = {"kernel_size": kernel, "stride": stride, "ceil_mode": draw(st.booleans())}
-    if kinds is not POWER:
-        options["padding"] = tuple(draw(st.integers(0, k // 2)) for k in kernel)
+    options["padding"] = tuple(draw(st.integers(0, k // 2)) for k in kernel)
     if kinds is MAX:
         options["dilation"] = (*[1] * others, draw(st.integers(1, 3)))
     if kinds is AVG:
@@ -88,13 +86,6 @@ def test_max_pool(ranks, model, height):
 @given(model=windows(AVG), height=st.integers(8, 24))
 def test_avg_pool(ranks, model, height):
     _assert_pool(ranks, model, height)
-
-
-@pytest.mark.parametrize("ranks", [3, pytest.param(2, marks=pytest.mark.exhaustive)])
-@given(model=windows(POWER), height=st.integers(8, 24))
-def test_power_pool(ranks, model, height):
-    kind, options, move = model
-    _assert_pool(ranks, (kind, {"norm_type": 2, **options}, move), height)
 
 
 @pytest.mark.parametrize("ranks", THREADS)

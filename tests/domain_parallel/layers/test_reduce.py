@@ -8,9 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from credit_dp.domain_parallel import convert_to_domain_parallel, shard_tensor
 from tests.domain_parallel.equality import THREADS, assert_same_as_whole_globe
-from tests.ranks import on_threads, seeded
+from tests.ranks import on_threads
 from tests.tables import entry
 
 
@@ -61,21 +60,6 @@ class _PoolsTokens(nn.Module):
 def test_pools_of_tokens():
     for kind in (nn.AdaptiveAvgPool1d, nn.AdaptiveMaxPool1d):
         on_threads(3, assert_same_as_whole_globe, _PoolsTokens, (kind,), (2, 3, 10, 4))
-
-
-def _indices(manager, space, size):
-    pool = KINDS["max"][space - 1](size, return_indices=True)
-    shape = (2, 3, 9, 6) if space == 2 else (2, 3, 4, 9, 6)
-    x = torch.randint(0, 4, shape, generator=seeded(0)).double()
-    model = convert_to_domain_parallel(nn.Sequential(pool), manager, input_shape=shape)
-    for made, expected in zip(model(shard_tensor(x, manager=manager)), pool(x), strict=True):
-        assert torch.equal(made, expected)
-
-
-def test_indices_are_those_of_the_globe():
-    for space, size in [(2, 1), (2, (1, 3)), (3, 1), (3, (2, 1, 3))]:
-        with entry((space, size)):
-            on_threads(3, _indices, space, size)
 
 
 class _SqueezeExcitation(nn.Module):

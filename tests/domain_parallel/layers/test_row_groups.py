@@ -207,7 +207,7 @@ def test_draws_belong_to_the_sample_wherever_it_is():
     assert not torch.equal(together[0].depth.draws[2:], apart[0].depth.draws)
 
 
-@pytest.mark.parametrize("ranks", THREADS[:-1])
+@pytest.mark.parametrize("ranks", THREADS)
 def test_spread_groups_go_to_ranks_that_own_most_of_their_rows(ranks):
     bands = RowPartition(tuple(balanced_bounds(32, ranks)))
     groups = dilated(32, 4)

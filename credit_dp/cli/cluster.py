@@ -1,7 +1,11 @@
 """The command `credit-dp cluster script KEY=VALUE ...`; `credit-dp slurm script` is the same.
 
-It reads the keys, places the ranks on nodes, and prints the script of
-`credit_dp.cli.slurm_script` or `credit_dp.cli.pbs_script`.
+It reads the keys, places the ranks on nodes, and fills in the template of the scheduler. A script
+starts the ranks in the background and waits for them, so that its traps run when a signal comes.
+The ranks save a checkpoint and stop; the job is then queued again and resumes in the same folder.
+SLURM signals the end of a job early and can queue it again. PBS signals only seconds before it
+kills, and its `qrerun` is for operators: so its script tells the ranks when the job ends, and
+submits itself again; a job that PBS preempts runs again by itself (`-r y`).
 """
 
 import shlex
@@ -9,25 +13,25 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import product
+from pathlib import Path
 
 from credit_dp import checks
 from credit_dp.checks import did_you_mean
 from credit_dp.cli.arguments import common_parser, parse_arguments, run_subcommand
 from credit_dp.cli.compose import Composer, check_run_config
-from credit_dp.cli.pbs_script import pbs_script_text
-from credit_dp.cli.slurm_script import BatchScript, slurm_script_text
 from credit_dp.cli.sweep_jobs import check_resume, override_choices
 from credit_dp.config import Config
 from credit_dp.distributed.placement import (
     ClusterNodes,
     Placement,
     PlacementRequest,
+    mesh_text,
     place_ranks,
     slurm_nodes,
 )
-from credit_dp.distributed.slurm import parse_duration
+from credit_dp.distributed.slurm import JOB_END, MARGIN_SECONDS, parse_duration
 from credit_dp.errors import UserError
-from credit_dp.plugins import plugin_files
+from credit_dp.plugins import plugin_files, plugins_setting
 
 HELP = """\
 credit-dp cluster COMMAND: trains on a cluster with SLURM or PBS.
@@ -64,6 +68,9 @@ TEXTS = {"account": "", "time": "24:00:00"}
 # By the scheduler: how ranks are started, and the name of a queue.
 STARTS = {"slurm": ("srun", "torchrun"), "pbs": ("mpiexec", "mpirun")}
 QUEUES = {"slurm": "partition", "pbs": "queue"}
+NOTICE_SECONDS = 180  # before the end of a job; more than a run needs to save
+NOTICE_DIVISOR = 5  # of a short job's time, at most a fifth is notice
+REQUEUES = 20  # a limit, for jobs that make no progress
 
 
 def cluster(arguments: Sequence[str], program: str) -> int:
@@ -122,19 +129,54 @@ def print_script(arguments: Sequence[str], program: str) -> int:
     if available == ClusterNodes() and scheduler == "slurm":
         available = slurm_nodes(settings[queue] or None)
     placement = place_runs(configs, available, request)
-    batch_script = BatchScript(
-        runs=runs,
-        config=configs[0],
-        placement=placement,
-        start=start,
-        time=settings["time"],
-        queue=settings[queue],
-        account=settings["account"],
-        command=f"{program} {shlex.join(arguments)}",
-    )
-    text = pbs_script_text if scheduler == "pbs" else slurm_script_text
-    sys.stdout.write(text(batch_script))
+    run = configs[0].run
+    facts = {
+        "command": f"{program} {shlex.join(arguments)}",
+        "plugins": plugins_setting(),
+        "is_array": len(runs) > 1,
+        "runs": [shlex.join(run) for run in runs],
+        "name": shlex.quote(run.name) if run.name else "",
+        "has_folder": bool(run.name or run.dir),
+        "mesh": mesh_text(configs[0].parallel, placement.data),
+        "placement": placement,
+        "start": start,
+        "queue": settings[queue],
+        "account": settings["account"],
+        "requeues": REQUEUES,
+        "job_end": JOB_END,
+        # A run that stops because of the time has at most its margin left, and some seconds to end.
+        "time_over": int(MARGIN_SECONDS) + 30,
+        **time_facts(settings["time"]),
+    }
+    sys.stdout.write(render_script(scheduler, facts))
     return 0
+
+
+def time_facts(time: str) -> dict[str, object]:
+    """Return the time of a job in the forms of the templates, and the seconds of notice."""
+    seconds = int(parse_duration(time) or 0)
+    minutes = seconds // 60
+    return {
+        "time": time,
+        "seconds": seconds,
+        "walltime": f"{minutes // 60:02}:{minutes % 60:02}:{seconds % 60:02}",  # PBS has no days
+        "notice": min(NOTICE_SECONDS, seconds // NOTICE_DIVISOR) if seconds else NOTICE_SECONDS,
+    }
+
+
+def render_script(scheduler: str, facts: Mapping[str, object]) -> str:
+    """Return the template of the scheduler, `templates/SCHEDULER.sh`, with these facts."""
+    import jinja2  # not for --help
+
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).with_name("templates")),
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    environment.filters["quote"] = shlex.quote
+    return environment.get_template(f"{scheduler}.sh").render(facts)
 
 
 def read_number_keys(given: Mapping[str, str]) -> dict[str, int | None]:

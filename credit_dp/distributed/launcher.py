@@ -44,7 +44,7 @@ class RankInfo:
 
 
 # Ports below those that Linux gives to outgoing connections (32768 and above), of which any may be
-# in use. The scripts of `credit_dp.cli.slurm_script` and `pbs` calculate them in the same way.
+# in use. The scripts of `credit_dp/cli/templates` calculate them in the same way.
 FIRST_PORT = 20_000
 PORT_COUNT = 12_000
 LAST_PORT = 65_535

@@ -1,7 +1,8 @@
 """`--check`: finds out whether a run would start, and what it would need, before anything starts.
 
-The order is that of a run: the data and their samples, then statistics and checkpoint, then the
-model on its mesh. The same functions as in a run do the checks, so errors have the same texts.
+The order is that of a run: the config, the data, the model and a checkpoint, which are checked here
+and there by the functions of `training/start_checks.py`. Then follows what only `--check` does: it
+reads some fields, and plans a step.
 """
 
 import logging
@@ -15,9 +16,15 @@ from threading import Thread
 from typing import TYPE_CHECKING, NamedTuple
 
 from credit_dp.checks import expand_home
-from credit_dp.cli.folders import check_run_folder, folder_key, run_folder, sweep_folder
+from credit_dp.cli.folders import (
+    check_run_folder,
+    folder_key,
+    run_checkpoints,
+    run_folder,
+    sweep_folder,
+)
 from credit_dp.cli.output import format_bytes, print_lines
-from credit_dp.config import Config, DataConfig, TrainerConfig
+from credit_dp.config import Config, TrainerConfig
 from credit_dp.config.data import SPLITS
 from credit_dp.distributed.launcher import find_launcher
 from credit_dp.distributed.placement import mesh_text, spans_nodes
@@ -25,10 +32,12 @@ from credit_dp.errors import UnreachableError, UserError, counted
 from credit_dp.process import complete
 from credit_dp.training.checkpoint_files import locate_checkpoint
 
+# These functions import torch, xarray and zarr where they use them, so that --help does not.
 if TYPE_CHECKING:
     from credit_dp.costs.budget import StepPlan
     from credit_dp.data.dates import HasTimes
     from credit_dp.data.store import Store
+    from credit_dp.training.start_checks import SampleCounts
 
 
 EXIT_UNREACHABLE = 3  # exit code if the data are remote and can't be reached
@@ -40,10 +49,18 @@ REMOTE_READ_BYTES = 2**25
 NOISY_LOGGERS = ("gcsfs", "fsspec", "s3fs", "aiobotocore", "botocore", "google")
 
 
-class DataSummary(NamedTuple):
+class OpenData(NamedTuple):
     """The data of a config: an open store, or only the times of a quickstart yet to be made."""
 
     times: "HasTimes"
+    store: "Store | None"
+    notes: Sequence[str]
+
+
+class CheckedRun(NamedTuple):
+    """A config with the dates and the grid that its data give it, and lines about these data."""
+
+    config: Config
     store: "Store | None"
     lines: Sequence[str]
 
@@ -55,31 +72,28 @@ def check_and_report(config: Config, overrides: Sequence[str]) -> int:
         0; 1 if the model can't be sharded on the mesh; `EXIT_UNREACHABLE` if the data are out of
         reach.
     """
-    # These import torch, which takes seconds: here, not at the top, so that --help does not.
     from credit_dp.costs.budget import plan_step
-    from credit_dp.training.start_checks import check_start, check_without_data, start_notes
+    from credit_dp.training.start_checks import start_notes
 
-    check_without_data(config)
-    check_cache(config.data)
-    check_writable("run.dir", Path(run_folder(config.run.name, config.run.dir)))
     given = config
+    folder = run_folder(config.run.name, config.run.dir)
+    check_without_opening(config, folder)
     config, path = resolve_resume(config)
     try:
-        data = inspect_data(config)
+        run = check_data(config, {}, path)
     except UnreachableError as error:
         print_lines(
             "The config is valid.", f"There is no plan, because the data can't be read: {error}"
         )
         return EXIT_UNREACHABLE
-    config = with_resolved_data(config, data)
-    check_start(config, data.times, config.parallel.data or 1, path)
-    check_prepared_for_launcher(given, overrides)
+    if ranks_are_on_several_nodes():
+        check_prepared(given, overrides)
     fit = fit_lines(given, overrides)
     resume = [] if path is None else [resume_line(path)]
-    plan = plan_step(config)
-    notes = [f"note    {note}" for note in start_notes(config)]
-    shown = [*data.lines, *notes, *fit, *resume, *plan_lines(plan, config)]
-    print_lines("The config is valid.", *shown)
+    plan = plan_step(run.config, run.store)
+    notes = [f"note    {note}" for note in start_notes(run.config)]
+    lines = [*run.lines, *notes, *fit, *resume, *plan_lines(plan, run.config)]
+    print_lines("The config is valid.", *lines)
     return 1 if plan.report.problems else 0
 
 
@@ -90,29 +104,73 @@ def check_sweep(configs: Sequence[Config]) -> int:
         if len(configs) > 1
         else "The config is valid."
     )
-    from credit_dp.data.dates import times_needed
-    from credit_dp.training.start_checks import check_start, check_without_data
-
-    summaries: dict[str, DataSummary] = {}
+    opened: dict[str, OpenData] = {}
+    lines: list[str] = []
     for config in configs:
-        check_without_data(config)
-        check_cache(config.data)
-        check_writable("run.dir", Path(sweep_folder(config.run.name, config.run.dir)))
-        # What automatic dates are depends on the times that the run needs.
-        needed = times_needed(config) if config.data.dates.undetermined else None
-        data_key = repr((config.data, needed))
+        check_without_opening(config, sweep_folder(config.run.name, config.run.dir))
+        count = len(opened)
         try:
-            data = summaries[data_key] if data_key in summaries else inspect_data(config)
+            run = check_data(config, opened)
         except UnreachableError as error:
             print_lines(valid, f"The data can't be read: {error}")
             return EXIT_UNREACHABLE
-        summaries[data_key] = data
-        check_start(with_resolved_data(config, data), data.times, config.parallel.data or 1)
-    print_lines(valid, *(line for data in summaries.values() if data.store for line in data.lines))
+        if run.store is not None and len(opened) > count:
+            lines += run.lines
+    print_lines(valid, *lines)
     return 0
 
 
+def check_without_opening(config: Config, folder: str) -> None:
+    """Make the checks of a run's start that need no data, also of the folders that it writes to.
+
+    Raises:
+        UserError: a run would be refused.
+    """
+    from credit_dp.training.start_checks import check_without_data
+
+    check_without_data(config)
+    check_writable("data.cache", expand_home("data.cache", config.data.cache))
+    check_writable("run.dir", Path(folder))
+
+
+def check_data(
+    config: Config, opened: dict[str, OpenData], resume: Path | None = None
+) -> CheckedRun:
+    """Open the data, make the checks of a run's start, and read some fields.
+
+    Args:
+        config: of the run.
+        opened: data of earlier runs, which are not opened and read again.
+        resume: the checkpoint that the run resumes from.
+
+    Raises:
+        UserError: a run would be refused.
+        UnreachableError: the data do not answer.
+    """
+    from credit_dp.data.dates import times_needed
+    from credit_dp.training.start_checks import check_start
+
+    # What automatic dates are depends on the times that the run needs.
+    needed = times_needed(config)
+    key = repr((config.data, needed if config.data.dates.undetermined else None))
+    is_read = key in opened
+    if not is_read:
+        opened[key] = open_data(config)
+    data = opened[key]
+    resolved = data.times.config
+    grid = resolved.grid if data.store is None else "x".join(map(str, data.store.grid))
+    config = replace(config, data=replace(config.data.on_grid(grid), dates=resolved.dates))
+    counts = check_start(config, data.times, config.parallel.data or 1, resume)
+    return CheckedRun(config, data.store, [] if is_read else data_lines(config, data, counts))
+
+
 # Statistics and climatology of runs on several nodes
+
+
+def ranks_are_on_several_nodes() -> bool:
+    """Whether this process is a rank of a launcher whose ranks are on several nodes."""
+    launcher = find_launcher(os.environ)
+    return launcher is not None and launcher.ranks.on_several_nodes
 
 
 def check_prepared(config: Config, overrides: Sequence[str]) -> None:
@@ -125,17 +183,15 @@ def check_prepared(config: Config, overrides: Sequence[str]) -> None:
     """
     missing = None if config.data.fit_in_job else missing_preparation(config, overrides)
     if missing is not None:
-        raise UserError(
-            f"data.fit_in_job: on several nodes all ranks would wait for one that computes what is "
-            f"missing: {missing}. Or set data.fit_in_job=true."
-        )
+        raise UserError(not_prepared_line(missing))
 
 
-def check_prepared_for_launcher(config: Config, overrides: Sequence[str]) -> None:
-    """Call `check_prepared` in a rank of a launcher whose ranks are on several nodes."""
-    launcher = find_launcher(os.environ)
-    if launcher is not None and launcher.ranks.on_several_nodes:
-        check_prepared(config, overrides)
+def not_prepared_line(missing: str) -> str:
+    """Return the line of a run on several nodes that lacks what `missing_preparation` returns."""
+    return (
+        f"data.fit_in_job: on several nodes all ranks would wait for one that computes what is "
+        f"missing: {missing}. Or set data.fit_in_job=true."
+    )
 
 
 def missing_preparation(config: Config, overrides: Sequence[str]) -> str | None:
@@ -149,14 +205,18 @@ def missing_preparation(config: Config, overrides: Sequence[str]) -> str | None:
         with collect_data_notes():  # the run shows them
             prepare_training_data(resolved.data, compute=False)
     except NotComputedError as error:
-        dates = resolved.data.dates
-        extra = [
-            f"data.dates.{split}=[{','.join(getattr(dates, split))}]"
-            for split in SPLITS
-            if dates != config.data.dates  # those of the checkpoint
-        ]
-        return f"{error}. Run first: {preparation_command(config, [*overrides, *extra])}"
+        return f"{error}. Run first: {preparation_command(config, overrides)}"
     return None
+
+
+def explain_refusal(config: Config, overrides: Sequence[str], error: UserError) -> str:
+    """Return the line of a rank's error, with the command that computes what is missing."""
+    from credit_dp.data.cache import NotComputedError
+
+    if not isinstance(error, NotComputedError):
+        return str(error)
+    command = preparation_command(config, overrides)
+    return not_prepared_line(f"{error}. Run first: {command}")
 
 
 def fit_lines(config: Config, overrides: Sequence[str]) -> list[str]:
@@ -168,42 +228,63 @@ def fit_lines(config: Config, overrides: Sequence[str]) -> list[str]:
 
 
 def preparation_command(config: Config, overrides: Sequence[str]) -> str:
-    """Return the command that computes statistics and climatology of a run with these overrides."""
+    """Return the command that computes statistics and climatology of a run with these overrides.
+
+    It has the dates of a checkpoint that the run resumes from.
+    """
     groups = ("data=", "experiment=")
     given = [text for text in overrides if text.lstrip("+").startswith(("data.", *groups))]
     if not any(text.startswith(groups) for text in given):
         given.insert(0, f"data={config.data.name}")
+    dates = resolve_resume(config)[0].data.dates
+    if dates != config.data.dates:
+        given += [f"data.dates.{split}=[{','.join(getattr(dates, split))}]" for split in SPLITS]
     return shlex.join(["credit-dp", "data", "stats", "climatology=true", *given])
 
 
-def with_resolved_data(config: Config, summary: DataSummary) -> Config:
-    """Return the config with the dates and the grid that were read from the data."""
-    resolved = summary.times.config
-    grid = resolved.grid if summary.store is None else "x".join(map(str, summary.store.grid))
-    return replace(config, data=replace(config.data.on_grid(grid), dates=resolved.dates))
+# The data
 
 
-def inspect_data(config: Config) -> DataSummary:
-    """Open the data and make all checks that a run makes before its first step, if they are cheap.
+def open_data(config: Config) -> OpenData:
+    """Open the data of a run; the quickstart's store is not made, only its times are worked out.
 
     Raises:
-        UserError: a run would be refused.
-        UnreachableError: the store is remote and does not answer.
+        UserError: they don't fit the config.
+        UnreachableError: they do not answer.
     """
+    from credit_dp.data.dates import times_needed
+    from credit_dp.data.setup import quickstart_times
     from credit_dp.data.sources.address import is_remote
     from credit_dp.training.console import collect_data_notes
+
+    if config.data.name == "quickstart":
+        return OpenData(quickstart_times(config.data, times_needed(config)), None, ())
+    with collect_data_notes() as notes:
+        store = open_with_timeout(config, [e for e in config.data.stores if is_remote(e)])
+    return OpenData(store, store, notes)
+
+
+def data_lines(config: Config, data: OpenData, counts: "SampleCounts") -> list[str]:
+    """Return lines about the data and the samples, after reading the fields of some dates.
+
+    Raises:
+        UserError: files of statistics don't fit, or fields are not as a run needs them.
+    """
+    from credit_dp.data.setup import expected_data
+    from credit_dp.data.sources.address import is_remote
+    from credit_dp.data.statistics_files import check_statistics_files
     from credit_dp.training.start_checks import with_validation
     from credit_dp.training.summary import unused_line
 
-    if config.data.name == "quickstart":
-        return quickstart_summary(config)
-    remote = [entry for entry in config.data.stores if is_remote(entry)]
-    with collect_data_notes() as notes:
-        store = open_with_timeout(config, remote)
+    store = data.store
+    if store is None:
+        channels, grid = expected_data(config.data)
+        line = data_line("quickstart", data.times, channels.num_states, grid)
+        return [line, *sample_lines(config, data.times, counts)]
     lines = [data_line(store.source.where, store, store.channels.num_states, store.grid)]
-    lines += [f"note    {note}" for note in notes]
+    lines += [f"note    {note}" for note in data.notes]
     lines += [f"dates   {store.dates_note}"] if store.dates_note else []
-    lines += sample_lines(config, store)
+    lines += sample_lines(config, store, counts)
     unused = unused_line(store)
     lines += [f"unused  {unused}"] if unused else []
     if store.num_skipped:
@@ -212,22 +293,10 @@ def inspect_data(config: Config) -> DataSummary:
             + counted(store.num_skipped, "time")
         )
     if store.config.statistics_files:
-        from credit_dp.data.statistics_files import check_statistics_files
-
         check_statistics_files(store)
     validates = with_validation(config, store).trainer.validate_every
     splits = [split for split in SPLITS if split != "valid" or validates]
-    lines += sampled_date_lines(store, splits, bool(remote))
-    return DataSummary(store, store, lines)
-
-
-def check_cache(data: DataConfig) -> None:
-    """Refuse a cache that a run could not create, without creating it.
-
-    Raises:
-        UserError: names the folder that can't be written to.
-    """
-    check_writable("data.cache", expand_home("data.cache", data.cache))
+    return [*lines, *sampled_date_lines(store, splits, any(map(is_remote, config.data.stores)))]
 
 
 def check_writable(key: str, folder: Path) -> None:
@@ -261,7 +330,7 @@ def open_with_timeout(config: Config, remote: Sequence[str]) -> "Store":
         for address in remote:
             check_host(address)
         from credit_dp.data.dates import times_needed
-        from credit_dp.data.store import Store  # numpy, xarray, zarr: takes a second
+        from credit_dp.data.store import Store
 
         return Store.open(config.data, times_needed(config))
 
@@ -283,17 +352,6 @@ def silence_retries() -> None:
         logging.getLogger(name).setLevel(logging.CRITICAL + 1)
 
 
-def quickstart_summary(config: Config) -> DataSummary:
-    """Return the quickstart's times without making its store; its variables are checked by name."""
-    from credit_dp.data.dates import times_needed
-    from credit_dp.data.setup import expected_channels, expected_grid, quickstart_times
-
-    times = quickstart_times(config.data, times_needed(config))
-    grid = expected_grid(config.data)
-    line = data_line("quickstart", times, expected_channels(config.data).num_states, grid)
-    return DataSummary(times, None, [line, *sample_lines(config, times)])
-
-
 def data_line(where: str, times: "HasTimes", fields: int, grid: tuple[int, int]) -> str:
     """Return a line with the times, fields and grid of the data."""
     first, last = (times.calendar.text(time) for time in times.times[[0, -1]])
@@ -303,13 +361,11 @@ def data_line(where: str, times: "HasTimes", fields: int, grid: tuple[int, int])
     )
 
 
-def sample_lines(config: Config, times: "HasTimes") -> list[str]:
+def sample_lines(config: Config, times: "HasTimes", counts: "SampleCounts") -> list[str]:
     """Return lines with the numbers of samples to train and to test, and of those lost to gaps."""
     from credit_dp.data.inspection import report_time_axis
-    from credit_dp.data.loader import count_samples_across_gaps  # torch: takes seconds
-    from credit_dp.training.start_checks import count_samples
+    from credit_dp.data.loader import count_samples_across_gaps
 
-    counts = count_samples(config, times, config.parallel.data or 1)
     lines = [
         f"samples {counts.samples:,} for training, {counted(counts.steps, 'step')} of "
         f"{config.data.batch_size} in an epoch; {counted(counts.forecasts, 'forecast')} to "
@@ -372,12 +428,14 @@ def resolve_resume(config: Config) -> tuple[Config, Path | None]:
         if config.init_from is not None:
             locate_checkpoint("init_from", config.init_from)
         return config, None
-    from credit_dp.training.checkpoint import find_checkpoint
-    from credit_dp.training.run import dates_of_checkpoint
-    from credit_dp.training.run_folder import RunFolder
-
-    path = find_checkpoint(config.resume, RunFolder(folder).checkpoints)
+    if config.resume == "auto":
+        steps = run_checkpoints(folder, folder_key(config.run))
+        path = steps[-1] if steps else None
+    else:
+        path = locate_checkpoint("resume", config.resume)
     if path is not None and config.data.dates.undetermined:
+        from credit_dp.training.run import dates_of_checkpoint
+
         dates = dates_of_checkpoint(path, config.data.dates)
         config = replace(config, data=replace(config.data, dates=dates))
     return config, path
@@ -392,7 +450,6 @@ def resume_line(path: Path) -> str:
 
 def plan_lines(plan: "StepPlan", config: Config) -> list[str]:
     """Return lines about the model, its mesh, and memory and traffic of each pipeline rank."""
-    # These import torch, which takes seconds.
     from credit_dp.costs.budget import training_memory
     from credit_dp.domain_parallel.decide import assumption_line, whole_call_lines
 

@@ -514,8 +514,4 @@ def grid_rows(data: DataConfig) -> int | None:
     """Return the rows of the grid; None if they are only known from the store."""
     if data.grid is not None:
         return int(data.grid.partition("x")[0])
-    if data.name != "quickstart":
-        return None
-    from credit_dp.data.quickstart.dataset import resolve_grid  # numpy: not for --help
-
-    return resolve_grid(data.quickstart, None)[0]
+    return data.quickstart.grid_or_default(None)[0] if data.name == "quickstart" else None

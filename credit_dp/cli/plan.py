@@ -349,10 +349,10 @@ def plan(arguments: Sequence[str], program: str) -> int:
         raise UserError(f"--memory: needs more than 0 GiB, got {options.memory:g}.")
     silence_retries()
     if config.parallel.domain > 1:
-        from credit_dp.data.setup import expected_grid  # a store's, too; xarray: not for --help
+        from credit_dp.data.setup import expected_data  # a store's, too; xarray: not for --help
 
         # As all commands that run a model: on more ranks none of them would.
-        grid = "x".join(map(str, expected_grid(config.data)))
+        grid = "x".join(map(str, expected_data(config.data).grid))
         check_rows(replace(config, data=config.data.on_grid(grid)))
     if options.up_to is not None:
         return _compare(config, options)

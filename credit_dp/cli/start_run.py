@@ -14,7 +14,7 @@ from pathlib import Path
 
 from hydra.core.hydra_config import HydraConfig
 
-from credit_dp.cli.check_run import check_prepared_for_launcher
+from credit_dp.cli.check_run import explain_refusal
 from credit_dp.cli.compose import Composer
 from credit_dp.cli.folders import (
     check_run_folder,
@@ -45,20 +45,21 @@ def run_once(composer: Composer, overrides: Sequence[str], config: Config) -> in
     launcher = find_launcher(os.environ)
     folder = Path(run_folder(config.run.name, config.run.dir)).absolute()
     if config.run.name or config.run.dir:
-        # All ranks check this, so that none waits for one that has been refused.
+        # The ranks check all else. This they can't: Hydra writes into the folder before they meet,
+        # and a rank 0 that is refused then leaves the others of a launcher waiting for it.
         check_run_folder(folder, config, folder_key(config.run))
         if launcher is None:
             check_unlocked(folder, folder_key(config.run))
-    check_prepared_for_launcher(config, overrides)
+    explain = partial(explain_refusal, config, overrides)
     if launcher is not None and launcher.ranks.rank > 0:
         # Hydra would make another folder here. `launch` gets the path of the first rank's instead.
-        return launch(config)
+        return launch(config, explain=explain)
     # Without a name Hydra's folder is another new one beside it.
     existing = next(path for path in (folder, *folder.parents) if path.exists())
     with explain_folder_errors(config.run, "outputs"):
         result = composer.hydra.run(
             composer.config_name,
-            lambda _: report_errors(lambda: run_in_folder(config, existing)),
+            lambda _: report_errors(lambda: run_in_folder(config, existing, explain)),
             list(overrides),
         )
     return int(result.return_value)
@@ -82,12 +83,13 @@ def report_errors(run: Callable[[], int]) -> int:
         return 1
 
 
-def run_in_folder(config: Config, existing: Path) -> int:
+def run_in_folder(config: Config, existing: Path, explain: Callable[[UserError], str]) -> int:
     """Run a checked config in the folder that Hydra made for it; return the exit code.
 
     Args:
         config: of the run.
         existing: the folder in which Hydra has made all folders down to that of the run.
+        explain: see `launch`.
     """
     key = folder_key(config.run)
     folder = Path(str(HydraConfig.get().runtime.output_dir))
@@ -96,7 +98,7 @@ def run_in_folder(config: Config, existing: Path) -> int:
     with lock_folder(folder, key), name_last_checkpoint(config.run):
         code = 1
         try:
-            code = launch(config, advice=partial(resume_advice, config.run))
+            code = launch(config, advice=partial(resume_advice, config.run), explain=explain)
         finally:
             if code:
                 remove_unused_folders(folder, existing)

@@ -12,6 +12,7 @@ from credit_dp.cli.train import read_config_arguments
 from credit_dp.config import Config
 from credit_dp.distributed.launch import launch
 from credit_dp.errors import UserError
+from credit_dp.fields import GridShape
 
 if TYPE_CHECKING:
     from credit_dp.domain_parallel.verify import VerifyReport
@@ -62,14 +63,16 @@ def verify_model(config: Config) -> "VerifyReport":
     check_rows(config)
     import torch  # takes seconds: not for --help
 
-    from credit_dp.data.setup import expected_channels, planned_grid
+    from credit_dp.data.setup import expected_data, quickstart_grid
     from credit_dp.domain_parallel.verify import verify_domain_parallel
     from credit_dp.models import build_model
     from credit_dp.models.blocks import draw_noise, draw_stochastic_depths
     from credit_dp.training.model_parameters import check_planned_model
 
-    grid = planned_grid(config.data)
-    fields = expected_channels(config.data).fields(config.model.frames, config.model.denoises)
+    channels, own = expected_data(config.data)
+    # Small, but a region if the store is one.
+    grid = GridShape(quickstart_grid(config.data), own.is_global, own.is_periodic)
+    fields = channels.fields(config.model.frames, config.model.denoises)
     torch.manual_seed(config.seed)
     model = build_model(config.model, fields, grid)
     check_planned_model(model, config.model, fields, grid)

@@ -44,11 +44,31 @@ class QuickstartConfig:
     spinup_days: int = 40  # days that each run is integrated before its first date
 
     def __post_init__(self) -> None:
-        checks.at_least("data.quickstart.truncation", self.truncation, 5)
+        if not 5 <= self.truncation <= 255:
+            raise UserError(
+                f"data.quickstart.truncation: needs a number from 5 to 255, got {self.truncation}. "
+                "Set it to 21 (the default) or 42."
+            )
         checks.at_least("data.quickstart.seed", self.seed, 0)
         checks.at_least("data.quickstart.runs", self.runs, 1)
         checks.at_least("data.quickstart.run_days", self.run_days, 1)
         checks.at_least("data.quickstart.spinup_days", self.spinup_days, 0)
+
+    def grid_or_default(self, grid: tuple[int, int] | None) -> tuple[int, int]:
+        """Return `grid`, or by default the one that resolves products at this truncation.
+
+        Raises:
+            UserError: the grid is too small.
+        """
+        if grid is None:
+            rows = 8 * -(-(3 * self.truncation + 1) // 16)
+            return rows, 2 * rows
+        if min(grid) < 4:
+            raise UserError(
+                "data.grid: the quickstart climate needs at least 4 rows and 4 columns, but the "
+                f"grid is {grid[0]}x{grid[1]}. Set data.grid to something like 32x64."
+            )
+        return grid
 
 
 @dataclass

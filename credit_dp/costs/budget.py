@@ -16,8 +16,9 @@ import torch
 from torch import nn
 
 from credit_dp.config import Config, ParallelConfig, members_per_rank, microbatches_per_step
-from credit_dp.data.setup import expected_channels, expected_grid, open_on_own_grid
+from credit_dp.data.setup import expected_data, open_on_own_grid
 from credit_dp.data.statistics import Statistics
+from credit_dp.data.store import Store
 from credit_dp.data.transforms import QUANTILE_SCORES
 from credit_dp.distributed.placement import check_batch
 from credit_dp.domain_parallel import DomainParallelManager
@@ -59,15 +60,19 @@ class StepPlan(NamedTuple):
     pipeline: PipelinePlan | None
 
 
-def plan_step(config: Config) -> StepPlan:
+def plan_step(config: Config, store: Store | None = None) -> StepPlan:
     """Plan one micro-batch of the configured model, and from it a training step.
+
+    Args:
+        config: of the run.
+        store: of the data, if it is open already.
 
     Raises:
         UserError: grid, batch or variables are wrong, or the model can't be cut into stages.
     """
     data = config.parallel.data or 1
     check_batch(config, data)
-    model, shape = model_and_shape(config, data * microbatches_per_step(config))
+    model, shape = model_and_shape(config, data * microbatches_per_step(config), store)
     report = _report(model, shape, config.parallel.domain, config)
     if report.problems or report.unplanned:
         return StepPlan(report, (), None)
@@ -78,7 +83,9 @@ def plan_step(config: Config) -> StepPlan:
     return StepPlan(report, pipeline_budget(pipeline, samples, config), pipeline)
 
 
-def model_and_shape(config: Config, parts: int) -> tuple[nn.Module, tuple[int, ...]]:
+def model_and_shape(
+    config: Config, parts: int, store: Store | None = None
+) -> tuple[nn.Module, tuple[int, ...]]:
     """Return the model, its parameters without data, and the input shape of 1/`parts` of the batch.
 
     Members of a sample that a rank computes count as samples.
@@ -87,8 +94,8 @@ def model_and_shape(config: Config, parts: int) -> tuple[nn.Module, tuple[int, .
         UserError: the grid or the variables are wrong, the model returns another shape, or a
             pattern matches no parameter.
     """
-    grid = expected_grid(config.data)
-    fields = expected_channels(config.data).fields(config.model.frames, config.model.denoises)
+    data = expected_data(config.data) if store is None else store
+    fields, grid = data.channels.fields(config.model.frames, config.model.denoises), data.grid
     model = cast_model(planned_model(config, fields, grid), getattr(torch, config.trainer.dtype))
     samples = config.data.batch_size // parts * members_per_rank(config)
     return model, (samples, fields.inputs, *grid)
@@ -378,7 +385,7 @@ def _members_sent(samples: int, points: int, config: Config) -> int:
     if ranks == 1:
         return 0  # without opening the store again for its channels
     samples = samples // members_per_rank(config) * microbatches_per_step(config)
-    channels = expected_channels(config.data).num_outputs
+    channels = expected_data(config.data).channels.num_outputs
     values = max(
         members_sent(samples, config.trainer.members, channels, points, rank, ranks)
         for rank in range(ranks)
@@ -397,7 +404,7 @@ def fixer_memory(config: Config, shape: Sequence[int], domain: int) -> FixerMemo
     """
     if not config.model.fixers:
         return FixerMemory()
-    channels = expected_channels(config.data)
+    channels = expected_data(config.data).channels
     hybrid: Hybrid = {}
     if has_budgets(config.model):  # not of the quickstart, which has no water
         hybrid = hybrid_of(open_on_own_grid(config.data))
@@ -484,7 +491,7 @@ def _stage_budgets(
     rows = sum(_max_bytes_sent(footprint.sent) for footprint in footprints)
     sent = {"rows": rows * microbatches, "states": passed_on * microbatches}
     if any(stage.is_last for stage in stages):
-        rows, columns = expected_grid(config.data)
+        rows, columns = expected_data(config.data).grid
         points = max(plan.manager.partition(rows).sizes) * columns
         sent["members"] = _members_sent(samples, points, config)
     return [

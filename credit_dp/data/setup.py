@@ -4,8 +4,8 @@
 finds the points without values, fits the climatology and computes the statistics, if they are not
 in the cache. Climatology and statistics share one pass over the training dates.
 
-Commands that plan or check a run use `expected_channels`, `expected_grid` and `quickstart_times`
-instead, which need no prepared data: the quickstart store need not exist yet.
+Commands that plan or check a run use `expected_data` and `quickstart_times` instead, which need no
+prepared data: the quickstart store need not exist yet.
 """
 
 import dataclasses
@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import final
+from typing import NamedTuple, final
 
 import numpy as np
 
@@ -39,7 +39,6 @@ from credit_dp.data.quickstart.dataset import (
     STATIC_VARIABLES,
     SURFACE_VARIABLES,
     plan_runs,
-    resolve_grid,
 )
 from credit_dp.data.quickstart.dynamics import LEVELS
 from credit_dp.data.selection import (
@@ -224,13 +223,34 @@ def open_on_own_grid(config: DataConfig) -> Store:
     return Store.open(config.on_grid(None))
 
 
-def expected_channels(config: DataConfig) -> Channels:
-    """Return the channels of a data config. A user's store is opened, the quickstart's is not.
+@final
+class ExpectedData(NamedTuple):
+    """The channels of a run and its grid; whether that is a region is known from the store."""
 
-    The config's levels are not checked against the quickstart's, so a plan may use those of ERA5.
+    channels: Channels
+    grid: Grid | GridShape
+
+
+def expected_data(config: DataConfig) -> ExpectedData:
+    """Return what a model has to know of the data. A user's store is opened, the quickstart's not.
+
+    The grid is the first of `data.grid`, the store's and the quickstart's. The config's levels are
+    not checked against the quickstart's, so a plan may use those of ERA5.
+
+    Raises:
+        UserError: a variable does not exist, the store does not fit the config, or the grid is too
+            small.
     """
-    if config.name != "quickstart":
-        return open_on_own_grid(config).channels
+    if config.name == "quickstart":
+        return ExpectedData(_quickstart_channels(config), GridShape(quickstart_grid(config)))
+    store = open_on_own_grid(config)
+    own, shape = store.grid, None if config.grid is None else parse_grid(config.grid)
+    if shape is None or own == shape:
+        return ExpectedData(store.channels, own)
+    return ExpectedData(store.channels, GridShape(shape, own.is_global, own.is_periodic))
+
+
+def _quickstart_channels(config: DataConfig) -> Channels:
     timed = {**LEVEL_VARIABLES, **SURFACE_VARIABLES}
     _check_names(config, "prognostic", timed)
     _check_names(config, "diagnostic", timed)
@@ -274,32 +294,15 @@ def quickstart_times(
     return QuickstartTimes(config, times)
 
 
-def expected_grid(config: DataConfig) -> Grid | GridShape:
-    """Return rows and columns: the first of `data.grid`, the store and the quickstart.
-
-    Whether it is a region is known from the store.
-    """
-    if config.name == "quickstart":
-        return GridShape(quickstart_grid(config))
-    if config.grid is None:
-        return Store.open(config).grid
-    own, shape = open_on_own_grid(config).grid, parse_grid(config.grid)
-    return own if own == shape else GridShape(shape, own.is_global, own.is_periodic)
-
-
 def quickstart_grid(config: DataConfig) -> tuple[int, int]:
-    """Return rows and columns of `data.grid`, or the quickstart's default."""
-    requested = None if config.grid is None else parse_grid(config.grid)
-    return resolve_grid(config.quickstart, requested)
+    """Return rows and columns of `data.grid`, or the quickstart's default.
 
-
-def planned_grid(config: DataConfig) -> GridShape:
-    """Return the `quickstart_grid` with the edges of the config's grid, from a user's store."""
-    shape = quickstart_grid(config)
-    if config.name == "quickstart":
-        return GridShape(shape)
-    grid = open_on_own_grid(config).grid
-    return GridShape(shape, grid.is_global, grid.is_periodic)
+    Raises:
+        UserError: the grid is too small.
+    """
+    return config.quickstart.grid_or_default(
+        None if config.grid is None else parse_grid(config.grid)
+    )
 
 
 def _check_names(config: DataConfig, role: str, known: Collection[str]) -> None:

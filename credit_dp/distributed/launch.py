@@ -29,6 +29,7 @@ def launch(
     config: Config,
     run: str = "credit_dp.training.run:run",
     advice: Callable[[], str] = lambda: "",
+    explain: Callable[[UserError], str] = str,
 ) -> int:
     """Call the function `run` on all ranks of the mesh, and return the exit code.
 
@@ -38,6 +39,7 @@ def launch(
     Args:
         run: `module:function`, called as `function(config, ranks) -> int`.
         advice: returns a line, or an empty one, that a launcher's rank 0 adds after Ctrl-C.
+        explain: returns the line about an error of the function in a launcher's rank.
 
     Raises:
         UserError: the mesh does not fit this machine or the launcher's ranks, or these can't meet;
@@ -61,7 +63,7 @@ def launch(
         if launcher is None:
             return run_processes(config, world_size, run)
     # Not in `raise_on_stop`: a rank that waits in a collective can't raise until it returns.
-    return run_as_launched_rank(config, launcher, run, advice)
+    return run_as_launched_rank(config, launcher, run, advice, explain)
 
 
 def run_single_process(config: Config, run: str) -> int:
@@ -77,7 +79,11 @@ def run_single_process(config: Config, run: str) -> int:
 
 
 def run_as_launched_rank(
-    config: Config, launcher: Launcher, run: str, advice: Callable[[], str]
+    config: Config,
+    launcher: Launcher,
+    run: str,
+    advice: Callable[[], str],
+    explain: Callable[[UserError], str],
 ) -> int:
     """Run as one rank of a launcher and return its exit code; one of the ranks reports failures."""
     # torch's `env://` reads the address of rank 0 from these variables.
@@ -91,7 +97,7 @@ def run_as_launched_rank(
             code = run_rank(config, ranks, run, "env://", monitor.start_monitoring)
             monitor.wait_for_all_ranks()
         except UserError as error:
-            monitor.fail(2, partial(report_error, str(error)))
+            monitor.fail(2, partial(report_error, explain(error)))
         except Exception:  # noqa: BLE001 - as above
             text = traceback.format_exc()
             name = mesh_rank_name(ranks.rank, config.parallel)

@@ -91,9 +91,11 @@ def run(config: Config, ranks: RankInfo) -> int:
     # 1. Process groups, then the data: store, statistics and climatology are on disk afterwards.
     manager = build_manager(config.parallel, ranks)
     check_without_data(config)
+    # On several nodes all ranks would wait for the one that computes.
+    compute = config.data.fit_in_job or not ranks.on_several_nodes
     with screen.report() as report:
         if config.data.dates.undetermined:
-            dates = resolve_dates(config, folder, report)
+            dates = resolve_dates(config, folder, report, compute=compute)
             config = replace(config, data=replace(config.data, dates=dates))
         resume = find_checkpoint(config.resume, folder.checkpoints)
 
@@ -101,7 +103,7 @@ def run(config: Config, ranks: RankInfo) -> int:
             # Before hours of statistics.
             run_on_rank_0(lambda: check_start(config, store, manager.dp_world_size, resume))
 
-        data = prepare_training_data(config.data, report, check)
+        data = prepare_training_data(config.data, report, check, compute=compute)
         static = list(data.store.channels.static)
         config = replace(config, data=replace(config.data, static=static, optional_static=[]))
         # A validation is collective: one rank says whether there is one, and when.
@@ -178,7 +180,9 @@ def out_of_memory_message(config: Config, ranks: RankInfo, error: str) -> str:
     )
 
 
-def resolve_dates(config: Config, folder: RunFolder, report: ProgressCallback) -> DatesConfig:
+def resolve_dates(
+    config: Config, folder: RunFolder, report: ProgressCallback, *, compute: bool = True
+) -> DatesConfig:
     """Return the dates of a run whose config leaves some of them to the store; collective.
 
     A resumed run keeps the dates of its checkpoint, whatever was added to the store since then.
@@ -187,6 +191,7 @@ def resolve_dates(config: Config, folder: RunFolder, report: ProgressCallback) -
 
     Raises:
         UserError: on all ranks; see `find_checkpoint` and `Store.open`.
+        NotComputedError: the quickstart's store is missing, and `compute` is False.
     """
     path = find_checkpoint(config.resume, folder.checkpoints)
     if path is not None:
@@ -198,8 +203,10 @@ def resolve_dates(config: Config, folder: RunFolder, report: ProgressCallback) -
             )
         return dates
 
+    data = with_quickstart_store(config.data, report, compute=compute)
+
     def choose() -> tuple[DatesConfig, str]:
-        store = Store.open(with_quickstart_store(config.data, report), times_needed(config))
+        store = Store.open(data, times_needed(config))
         return store.config.dates, store.dates_note
 
     dates, line = run_on_rank_0(choose)

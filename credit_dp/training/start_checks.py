@@ -22,7 +22,7 @@ from credit_dp.data.quickstart.dataset import LEVEL_VARIABLES
 from credit_dp.data.quickstart.dynamics import LEVELS
 from credit_dp.data.sampling import SampleSequence, initial_times, sample_times
 from credit_dp.data.selection import check_levels
-from credit_dp.data.setup import expected_channels, expected_grid
+from credit_dp.data.setup import expected_data
 from credit_dp.data.store import Store
 from credit_dp.errors import UserError, counted
 from credit_dp.fields import Fields
@@ -75,8 +75,8 @@ def check_start(
         UserError: the run would be refused.
     """
     store = data if isinstance(data, Store) else None
-    channels = expected_channels(config.data) if store is None else store.channels
-    grid = expected_grid(config.data) if store is None else store.grid
+    expected = expected_data(config.data) if store is None else store
+    channels, grid = expected.channels, expected.grid
     check_trackers(config.logger)
     config.check_rows(grid[0])
     counts = count_samples(config, data, data_ranks)

@@ -2,8 +2,6 @@
 
 import shlex
 from pathlib import Path
-from types import SimpleNamespace
-from typing import cast
 
 import pytest
 
@@ -14,10 +12,14 @@ from credit_dp.cli.overrides import parse_overrides
 from credit_dp.cli.sweep_jobs import Job
 from credit_dp.config import Config
 from credit_dp.config.launchers import SlurmLauncherConfig
+from credit_dp.data.cache import NotComputedError
+from credit_dp.data.setup import prepare_training_data
 from credit_dp.distributed import placement
+from credit_dp.distributed.launcher import RankInfo
 from credit_dp.distributed.placement import ClusterNodes
 from credit_dp.errors import UserError
-from tests.cli.invocation import answer, record_launches, refusal, store_overrides
+from credit_dp.training import run as training_run
+from tests.cli.invocation import answer, refusal, store_overrides
 from tests.data import stores
 
 RANK = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_LOCAL_RANK": "0", "OMPI_COMM_WORLD_SIZE": "4"}
@@ -45,28 +47,54 @@ def composed(keys: list[str]) -> Config:
     return Composer("train").compose_config(texts)
 
 
-def test_a_run_on_several_nodes_needs_a_filled_cache(
-    tmp_path: Path, keys: list[str], monkeypatch: pytest.MonkeyPatch
+def test_a_rank_names_the_command_that_fills_the_cache(tmp_path: Path, keys: list[str]) -> None:
+    """After that command nothing is missing."""
+    config = composed(keys)
+    cache = Path(config.data.cache)
+    with pytest.raises(NotComputedError) as caught:
+        prepare_training_data(config.data, compute=False)
+    line = check_run.explain_refusal(config, keys, caught.value)
+    assert line.startswith("data.fit_in_job: on several nodes all ranks would wait for one")
+    assert f"{cache}: has no climatology of these data" in line
+    command = line.partition("Run first: ")[2].partition(". Or set data.fit_in_job=true")[0]
+    assert not list(cache.glob("*.json"))
+    program, *arguments = shlex.split(command)
+    code, out, err = answer(under({}), *arguments, program=program)
+    assert (code, err) == (0, "")
+    assert out.endswith(f"{cache}: training with the same data and data.cache finds all here\n")
+    assert len(list(cache.glob("*.json"))) == 1
+    prepare_training_data(config.data, compute=False)
+    assert check_run.explain_refusal(config, keys, UserError("data: other")) == "data: other"
+
+
+def test_ranks_on_several_nodes_are_refused_unless_the_job_may_compute(
+    tmp_path: Path, keys: list[str]
 ) -> None:
-    """It is refused with a command; after that command it starts."""
-    cache = Path(next(key for key in keys if "data.cache" in key).partition("=")[2])
-    with record_launches(monkeypatch, tmp_path) as configs:
-        line = refusal(under(TWO_NODES), *keys)
-        assert configs == []
-        assert not (tmp_path / "run").exists()
-        assert answer(under(ONE_NODE), *keys)[0] == 0
-        assert answer(under(TWO_NODES), *keys, "data.fit_in_job=true")[0] == 0
-        assert line.startswith("data.fit_in_job: on several nodes all ranks would wait for one")
-        assert f"{cache}: has no climatology of these data" in line
-        command = line.partition("Run first: ")[2].partition(". Or set data.fit_in_job=true")[0]
-        assert not list(cache.glob("*.json"))
-        program, *arguments = shlex.split(command)
-        code, out, err = answer(under({}), *arguments, program=program)
-        assert (code, err) == (0, "")
-        assert out.endswith(f"{cache}: training with the same data and data.cache finds all here\n")
-        assert len(list(cache.glob("*.json"))) == 1
-        assert answer(under(TWO_NODES), *keys)[0] == 0
-    assert len(configs) == 3
+    """Each rank says so itself, and opens the data once."""
+    for size, more, compute in (
+        (1, (), False),
+        (1, ("data.fit_in_job=true",), True),
+        (2, (), True),
+    ):
+        config = composed([*keys, *more])
+        ranks = RankInfo(world_size=2, local_world_size=size)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(training_run, "build_manager", lambda *_: None)
+            patch.setattr(training_run, "prepare_training_data", Prepared.refuse)
+            with pytest.raises(Prepared) as caught:
+                training_run.run(config, ranks)
+        assert caught.value.compute is compute, (size, more)
+
+
+class Prepared(Exception):  # noqa: N818
+    """Ends a run where it prepares its data."""
+
+    def __init__(self, compute: bool) -> None:
+        self.compute = compute
+
+    @classmethod
+    def refuse(cls, *_: object, compute: bool) -> None:
+        raise cls(compute)
 
 
 @pytest.mark.slow
@@ -99,14 +127,13 @@ def test_a_sweep_is_refused_before_it_is_submitted(
 
 
 def test_the_command_has_the_keys_of_the_data() -> None:
-    config = SimpleNamespace(data=SimpleNamespace(name="quickstart"))
     for overrides, command in (
         (["model=unet", "seed=1"], "data=quickstart"),
         (["data=weatherbench2", "+data.levels=[500]"], "data=weatherbench2 '+data.levels=[500]'"),
         (["data.store=a b", "experiment=fast"], "'data.store=a b' experiment=fast"),
     ):
         expected = f"credit-dp data stats climatology=true {command}"
-        assert preparation_command(cast(Config, config), overrides) == expected
+        assert preparation_command(composed([]), overrides) == expected
 
 
 def test_dates_of_a_checkpoint_are_in_the_command(

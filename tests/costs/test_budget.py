@@ -22,8 +22,7 @@ from credit_dp.cli.compose import Composer
 from credit_dp.config import Config, DataConfig, OwnModelConfig, ParallelConfig
 from credit_dp.costs import budget
 from credit_dp.costs.budget import compare_meshes, plan_step
-from credit_dp.data.channels import Channels
-from credit_dp.data.setup import expected_channels, prepare_training_data
+from credit_dp.data.setup import ExpectedData, expected_data, prepare_training_data
 from credit_dp.domain_parallel import DomainParallelManager, decide
 from credit_dp.domain_parallel.decide import plan_layers
 from credit_dp.pipeline_parallel.pipeline import StageAction, peak_saved_bytes, schedule_actions
@@ -353,11 +352,11 @@ def test_a_plan_without_ensemble_ranks_reads_the_channels_once(
     """For a store of a user, each time opens the store; the netCDF library has crashed at it."""
     calls: list[DataConfig] = []
 
-    def counted(config: DataConfig) -> Channels:
+    def counted(config: DataConfig) -> ExpectedData:
         calls.append(config)
-        return expected_channels(config)
+        return expected_data(config)
 
-    monkeypatch.setattr(budget, "expected_channels", counted)
+    monkeypatch.setattr(budget, "expected_data", counted)
     plan_step(Composer("plan").compose_config(SMALL))
     assert len(calls) == 1
 

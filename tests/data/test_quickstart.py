@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from credit_dp.config import QuickstartConfig
 from credit_dp.data.quickstart import build, dataset, store_name
-from credit_dp.data.quickstart.dataset import GAP_DAYS, plan_runs, resolve_grid, shard_steps
+from credit_dp.data.quickstart.dataset import GAP_DAYS, plan_runs, shard_steps
 from credit_dp.data.quickstart.dynamics import (
     DRY_AIR,
     RADIUS,
@@ -362,8 +362,8 @@ def test_a_worker_ends_with_its_parent():
 
 
 def test_default_grid_resolves_products_of_fields():
-    assert resolve_grid(QuickstartConfig(truncation=21), None) == (32, 64)
-    assert resolve_grid(QuickstartConfig(truncation=42), None) == (64, 128)
+    assert QuickstartConfig(truncation=21).grid_or_default(None) == (32, 64)
+    assert QuickstartConfig(truncation=42).grid_or_default(None) == (64, 128)
 
 
 SCRIPT = runpy.run_path(str(Path(__file__).parents[2] / "scripts/quickstart_realism.py"))

@@ -5,7 +5,7 @@ import pytest
 from credit_dp.cli.compose import Composer
 from credit_dp.cli.overrides import parse_overrides
 from credit_dp.config import DataConfig, VariableConfig
-from credit_dp.data.setup import expected_channels
+from credit_dp.data.setup import expected_data
 from credit_dp.data.store import Store
 from credit_dp.errors import UserError
 from tests.data import stores
@@ -121,23 +121,23 @@ def test_a_variable_may_go_by_its_short_name(tmp_path):
 
 def test_the_quickstart_refuses_them_before_it_is_built():
     with pytest.raises(UserError, match=r"data\.variables\.tempurature.*Nearest: temperature"):
-        expected_channels(composed("data.variables.tempurature.fill=mean"))
+        expected_data(composed("data.variables.tempurature.fill=mean"))
 
 
 def test_channels_are_known_on_any_grid(tmp_path):
     path = stores.write(stores.dataset(), tmp_path / "s.zarr")
     config = stores.config(path, grid="90x180", regrid="bilinear")
-    assert expected_channels(config) == Store.open(stores.config(path)).channels
+    assert expected_data(config).channels == Store.open(stores.config(path)).channels
 
 
 @pytest.mark.slow
 def test_the_quickstart_has_computed_fields_too():
     config = composed("data.static=[latitude_sin,land_sea_mask]", "data.forcing=[insolation]")
-    channels = expected_channels(config)
+    channels = expected_data(config).channels
     assert channels.static == ("latitude_sin", "land_sea_mask")
     assert channels.forcing == ("insolation",)
     with pytest.raises(UserError, match="Nearest: latitude_sin"):
-        expected_channels(composed("data.static=[latitude_sine]"))
+        expected_data(composed("data.static=[latitude_sine]"))
 
 
 def test_diagnostic_channels_come_out_last(tmp_path):

@@ -40,33 +40,12 @@ MAX_SHARD_STEPS = 40  # time steps: the index that every read fetches stays smal
 FIELDS_PER_STEP = 14  # two-dimensional fields in one time step
 
 
-def resolve_grid(config: QuickstartConfig, grid: tuple[int, int] | None) -> tuple[int, int]:
-    """Return `grid`, or by default the grid that resolves products of fields at this truncation.
-
-    Raises:
-        UserError: the truncation or the grid is out of range.
-    """
-    if not 5 <= config.truncation <= 255:
-        raise UserError(
-            f"data.quickstart.truncation: needs a number from 5 to 255, but it is "
-            f"{config.truncation}. Set it to 21 (the default) or 42."
-        )
-    if grid is None:
-        rows = 8 * -(-(3 * config.truncation + 1) // 16)
-        return rows, 2 * rows
-    if min(grid) < 4:
-        raise UserError(
-            f"data.grid: the quickstart climate needs at least 4 rows and 4 columns, but the grid "
-            f"is {grid[0]}x{grid[1]}. Set data.grid to something like 32x64."
-        )
-    return grid
-
-
 def store_name(config: QuickstartConfig, grid: tuple[int, int] | None) -> str:
     """Return the store's folder name: it differs whenever the content would."""
-    rows, columns = resolve_grid(config, grid)
-    digest = fingerprint(asdict(config), asdict(Physics()), rows, columns, VERSION)[:12]
-    return f"quickstart-T{config.truncation}-{rows}x{columns}-{digest}.zarr"
+    rows, columns = config.grid_or_default(grid)
+    settings = [asdict(config), asdict(Physics()), rows, columns, VERSION]
+    fingerprint = sha256(dumps(settings, sort_keys=True).encode()).hexdigest()[:12]
+    return f"quickstart-T{config.truncation}-{rows}x{columns}-{fingerprint}.zarr"
 
 
 @final
@@ -145,7 +124,7 @@ def build(
     Raises:
         UserError: a setting is out of range, or a run failed, for example as the disk is full.
     """
-    resolved_grid = resolve_grid(config, grid)
+    resolved_grid = config.grid_or_default(grid)
     runs = plan_runs(config)
     title = f"{TITLE}, T{config.truncation}, seed {config.seed}"
     # The caller's lock makes sure that no other process is writing it.

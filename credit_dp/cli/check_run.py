@@ -57,75 +57,57 @@ class OpenData(NamedTuple):
     notes: Sequence[str]
 
 
-class CheckedRun(NamedTuple):
-    """A config with the dates and the grid that its data give it, and lines about these data."""
-
-    config: Config
-    store: "Store | None"
-    lines: Sequence[str]
-
-
 def check_and_report(config: Config, overrides: Sequence[str]) -> int:
-    """Check a run and print its data, memory and traffic; return the exit code.
+    """Check a run and print its data, memory and traffic.
 
     Returns:
-        0; 1 if the model can't be sharded on the mesh; `EXIT_UNREACHABLE` if the data are out of
-        reach.
+        The exit code: 1 if the model can't be sharded on the mesh.
     """
     from credit_dp.costs.budget import plan_step
     from credit_dp.training.start_checks import start_notes
 
-    given = config
-    folder = run_folder(config.run.name, config.run.dir)
-    check_without_opening(config, folder)
-    config, path = resolve_resume(config)
+    check_without_opening(config, run_folder(config.run.name, config.run.dir))
+    resumed, path = resolve_resume(config)
     try:
-        run = check_data(config, {}, path)
+        resolved, data, lines = check_data(resumed, {}, path)
     except UnreachableError as error:
         print_lines(
             "The config is valid.", f"There is no plan, because the data can't be read: {error}"
         )
         return EXIT_UNREACHABLE
-    if ranks_are_on_several_nodes():
-        check_prepared(given, overrides)
-    fit = fit_lines(given, overrides)
+    launcher = find_launcher(os.environ)
+    if launcher is not None and launcher.ranks.on_several_nodes:
+        check_prepared(config, overrides)
+    fit = fit_lines(config, overrides)
     resume = [] if path is None else [resume_line(path)]
-    plan = plan_step(run.config, run.store)
-    notes = [f"note    {note}" for note in start_notes(run.config)]
-    lines = [*run.lines, *notes, *fit, *resume, *plan_lines(plan, run.config)]
+    plan = plan_step(resolved, data.store)
+    notes = [f"note    {note}" for note in start_notes(resolved)]
+    lines = [*lines, *notes, *fit, *resume, *plan_lines(plan, resolved)]
     print_lines("The config is valid.", *lines)
     return 1 if plan.report.problems else 0
 
 
 def check_sweep(configs: Sequence[Config]) -> int:
     """Check all runs of a sweep and return the exit code; data of several runs are read once."""
-    valid = (
-        f"The configs of all {len(configs)} runs are valid."
-        if len(configs) > 1
-        else "The config is valid."
-    )
+    several = len(configs) > 1
+    subject = f"The configs of all {len(configs)} runs are" if several else "The config is"
+    valid = f"{subject} valid."
     opened: dict[str, OpenData] = {}
-    lines: list[str] = []
+    shown: list[str] = []
     for config in configs:
         check_without_opening(config, sweep_folder(config.run.name, config.run.dir))
-        count = len(opened)
         try:
-            run = check_data(config, opened)
+            _, data, lines = check_data(config, opened)
         except UnreachableError as error:
             print_lines(valid, f"The data can't be read: {error}")
             return EXIT_UNREACHABLE
-        if run.store is not None and len(opened) > count:
-            lines += run.lines
-    print_lines(valid, *lines)
+        shown += lines if data.store is not None else []
+    print_lines(valid, *shown)
     return 0
 
 
 def check_without_opening(config: Config, folder: str) -> None:
-    """Make the checks of a run's start that need no data, also of the folders that it writes to.
-
-    Raises:
-        UserError: a run would be refused.
-    """
+    """Make the checks of a run's start that need no data, also of the folders that it writes to."""
     from credit_dp.training.start_checks import check_without_data
 
     check_without_data(config)
@@ -135,17 +117,13 @@ def check_without_opening(config: Config, folder: str) -> None:
 
 def check_data(
     config: Config, opened: dict[str, OpenData], resume: Path | None = None
-) -> CheckedRun:
+) -> tuple[Config, OpenData, list[str]]:
     """Open the data, make the checks of a run's start, and read some fields.
 
-    Args:
-        config: of the run.
-        opened: data of earlier runs, which are not opened and read again.
-        resume: the checkpoint that the run resumes from.
+    Data of earlier runs, which are in `opened`, are neither opened nor read again.
 
-    Raises:
-        UserError: a run would be refused.
-        UnreachableError: the data do not answer.
+    Returns:
+        The config with the dates and the grid of the data, the data, and lines about them.
     """
     from credit_dp.data.dates import times_needed
     from credit_dp.training.start_checks import check_start
@@ -161,33 +139,21 @@ def check_data(
     grid = resolved.grid if data.store is None else "x".join(map(str, data.store.grid))
     config = replace(config, data=replace(config.data.on_grid(grid), dates=resolved.dates))
     counts = check_start(config, data.times, config.parallel.data or 1, resume)
-    return CheckedRun(config, data.store, [] if is_read else data_lines(config, data, counts))
+    return config, data, [] if is_read else data_lines(config, data, counts)
 
 
 # Statistics and climatology of runs on several nodes
 
 
-def ranks_are_on_several_nodes() -> bool:
-    """Whether this process is a rank of a launcher whose ranks are on several nodes."""
-    launcher = find_launcher(os.environ)
-    return launcher is not None and launcher.ranks.on_several_nodes
-
-
 def check_prepared(config: Config, overrides: Sequence[str]) -> None:
-    """Refuse a run on several nodes that would compute statistics or climatology first.
-
-    A single process would compute them, while all other ranks of the job wait for it.
-
-    Raises:
-        UserError: with the command that computes them.
-    """
+    """Refuse a run on several nodes that would compute statistics or climatology first."""
     missing = None if config.data.fit_in_job else missing_preparation(config, overrides)
     if missing is not None:
         raise UserError(not_prepared_line(missing))
 
 
 def not_prepared_line(missing: str) -> str:
-    """Return the line of a run on several nodes that lacks what `missing_preparation` returns."""
+    """Return the line about what is missing and the command that computes it."""
     return (
         f"data.fit_in_job: on several nodes all ranks would wait for one that computes what is "
         f"missing: {missing}. Or set data.fit_in_job=true."
@@ -205,7 +171,7 @@ def missing_preparation(config: Config, overrides: Sequence[str]) -> str | None:
         with collect_data_notes():  # the run shows them
             prepare_training_data(resolved.data, compute=False)
     except NotComputedError as error:
-        return f"{error}. Run first: {preparation_command(config, overrides)}"
+        return with_command(error, config, overrides)
     return None
 
 
@@ -215,8 +181,12 @@ def explain_refusal(config: Config, overrides: Sequence[str], error: UserError) 
 
     if not isinstance(error, NotComputedError):
         return str(error)
-    command = preparation_command(config, overrides)
-    return not_prepared_line(f"{error}. Run first: {command}")
+    return not_prepared_line(with_command(error, config, overrides))
+
+
+def with_command(error: UserError, config: Config, overrides: Sequence[str]) -> str:
+    """Return what is missing, and the command that computes it."""
+    return f"{error}. Run first: {preparation_command(config, overrides)}"
 
 
 def fit_lines(config: Config, overrides: Sequence[str]) -> list[str]:
@@ -246,12 +216,7 @@ def preparation_command(config: Config, overrides: Sequence[str]) -> str:
 
 
 def open_data(config: Config) -> OpenData:
-    """Open the data of a run; the quickstart's store is not made, only its times are worked out.
-
-    Raises:
-        UserError: they don't fit the config.
-        UnreachableError: they do not answer.
-    """
+    """Open the data of a run; a quickstart's store is not made, only its times are worked out."""
     from credit_dp.data.dates import times_needed
     from credit_dp.data.setup import quickstart_times
     from credit_dp.data.sources.address import is_remote
@@ -265,11 +230,7 @@ def open_data(config: Config) -> OpenData:
 
 
 def data_lines(config: Config, data: OpenData, counts: "SampleCounts") -> list[str]:
-    """Return lines about the data and the samples, after reading the fields of some dates.
-
-    Raises:
-        UserError: files of statistics don't fit, or fields are not as a run needs them.
-    """
+    """Return lines about the data and the samples, after reading the fields of some dates."""
     from credit_dp.data.setup import expected_data
     from credit_dp.data.sources.address import is_remote
     from credit_dp.data.statistics_files import check_statistics_files
@@ -300,11 +261,7 @@ def data_lines(config: Config, data: OpenData, counts: "SampleCounts") -> list[s
 
 
 def check_writable(key: str, folder: Path) -> None:
-    """Refuse a folder that can't be created or written to, without creating it.
-
-    Raises:
-        UserError: begins with the key, and names the folder that can't be written to.
-    """
+    """Refuse a folder that can't be created or written to, without creating it."""
     folder = folder.absolute()
     try:
         existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
@@ -318,20 +275,14 @@ def check_writable(key: str, folder: Path) -> None:
 
 
 def open_with_timeout(config: Config, remote: Sequence[str]) -> "Store":
-    """Open the store of a run; wait at most `ANSWER_SECONDS` if some of its addresses are remote.
-
-    Raises:
-        UserError: the store does not fit the config.
-        UnreachableError: it does not answer in time.
-    """
+    """Open the store of a run; wait for remote ones at most `ANSWER_SECONDS`."""
+    from credit_dp.data.dates import times_needed
     from credit_dp.data.sources.address import check_host, unreachable_error
+    from credit_dp.data.store import Store
 
-    def open_store() -> "Store":
+    def open_store() -> Store:
         for address in remote:
             check_host(address)
-        from credit_dp.data.dates import times_needed
-        from credit_dp.data.store import Store
-
         return Store.open(config.data, times_needed(config))
 
     if not remote:
@@ -383,11 +334,7 @@ def sample_lines(config: Config, times: "HasTimes", counts: "SampleCounts") -> l
 
 
 def sampled_date_lines(store: "Store", splits: Sequence[str], remote: bool) -> list[str]:
-    """Read the first, last and middle date of some splits, as far as these are cheap to read.
-
-    Returns:
-        A line with the dates that were read.
-    """
+    """Read the first, last and middle dates of splits that are cheap to read; return a line."""
     from credit_dp.data.dates import split_slice
 
     times_per_chunk = max(
@@ -460,17 +407,13 @@ def plan_lines(plan: "StepPlan", config: Config) -> list[str]:
             "The model can't be sharded on this mesh:",
             *(f"  {problem}" for problem in report.problems),
         ]
-    mesh = mesh_text(parallel)
-    if report.unplanned:
-        return [
-            f"model   {config.model.name}, {report.parameters:,} parameters",
-            f"mesh    {mesh}{'' if parallel.data else ' (parallel.data is not given)'}",
-            f"costs   are not known before training: {report.unplanned}",
-        ]
+    given = "" if parallel.data else " (parallel.data is not given)"
     lines = [
         f"model   {config.model.name}, {report.parameters:,} parameters",
-        f"mesh    {mesh}{'' if parallel.data else ' (parallel.data is not given)'}",
+        f"mesh    {mesh_text(parallel)}{given}",
     ]
+    if report.unplanned:
+        return [*lines, f"costs   are not known before training: {report.unplanned}"]
     # There is no budget for fsdp2 with one rank, nor if parameters have rows of the grid.
     modes = {budget.mode for budget in plan.budgets}
     mode = parallel.data_mode if parallel.data_mode in modes else "ddp"

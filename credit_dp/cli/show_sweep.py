@@ -7,9 +7,9 @@ import sys
 import textwrap
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple, final
 
 from credit_dp.cli.arguments import Command, read_folders_and_keys, run_subcommand
 from credit_dp.cli.output import format_bytes, format_table, print_lines
@@ -17,8 +17,7 @@ from credit_dp.distributed.failure_report import report_error
 from credit_dp.errors import UserError, counted
 from credit_dp.evaluation.drawing import draw_or_warn
 from credit_dp.files import write_bytes_atomic
-from credit_dp.sweeps import read_sweep
-from credit_dp.sweeps.read import AXES
+from credit_dp.sweeps.read import AXES, Sweep, read_sweep
 from credit_dp.sweeps.scaling import find_series
 from credit_dp.sweeps.tables import Row, SweepTable, rows_to_csv, sweep_table
 
@@ -26,66 +25,56 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-def read_arguments(
-    arguments: Sequence[str], program: str, help_text: str, defaults: Mapping[str, Any]
-) -> tuple[Path, Mapping[str, Any]] | None:
-    """Return the folder and the keys; None after printing the help, if requested.
+@final
+class Report(NamedTuple):
+    """What a sweep command shows: lines to print, and a table and its figure to write.
 
-    Raises:
-        UserError: there is not exactly one folder, or a key does not exist.
-    """
-    parsed = read_folders_and_keys(arguments, program, help_text, defaults, "DIR")
-    if parsed is None:
-        return None
-    folders, keys = parsed
-    if len(folders) != 1:
-        raise UserError(
-            f"{program}: needs the folder of one sweep, like multirun/NAME, got "
-            f"{' '.join(map(str, folders)) or 'none'}."
-        )
-    return folders[0], keys
-
-
-def write_files(
-    out: str | Path,
-    name: str,
-    content: Mapping[str, Any],
-    rows: Sequence[Row],
-    figure: tuple[str, Callable[[], "Figure | None"]],
-) -> None:
-    """Write a table as CSV and JSON, and its figure, over earlier ones, and print their paths.
-
-    Args:
-        out: the folder, which is made if there is none.
+    Attributes:
+        lines: to print.
         name: of the table's files.
         content: of the JSON file.
         rows: of the CSV file.
-        figure: its name, and what draws it.
-
-    Raises:
-        UserError: the folder can't be made or written to.
+        figure: name of the figure's file.
+        draw: returns the figure; None if there is nothing to draw.
     """
-    folder = Path(os.path.expanduser(out))
-    text = json.dumps(content, indent=2) + "\n"
-    files = {f"{name}.csv": rows_to_csv(rows).encode(), f"{name}.json": text.encode()}
-    png = draw_or_warn(figure[0], draw_png, figure[1])
-    if png is not None:
-        files[figure[0]] = png
-    sys.stdout.write("\n")
-    for file, data in files.items():
-        path = folder / file
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            write_bytes_atomic(path, data, unique=True)
-        except OSError as error:
-            raise UserError(
-                f"out: cannot write {path} ({error.strerror}). Give another folder, or free some "
-                "space."
-            ) from error
-        sys.stdout.write(f"{path}\n")
+
+    lines: Sequence[str]
+    name: str
+    content: Mapping[str, Any]
+    rows: Sequence[Row]
+    figure: str
+    draw: "Callable[[], Figure | None]"
+
+    def write(self, out: str | Path) -> None:
+        """Write table and figure into a folder, over earlier ones, and print their paths.
+
+        Raises:
+            UserError: the folder can't be made or written to.
+        """
+        folder = Path(os.path.expanduser(out))
+        text = json.dumps(self.content, indent=2) + "\n"
+        files = {
+            f"{self.name}.csv": rows_to_csv(self.rows).encode(),
+            f"{self.name}.json": text.encode(),
+        }
+        png = draw_or_warn(self.figure, draw_png, self.draw)
+        if png is not None:
+            files[self.figure] = png
+        sys.stdout.write("\n")
+        for file, data in files.items():
+            path = folder / file
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+                write_bytes_atomic(path, data, unique=True)
+            except OSError as error:
+                raise UserError(
+                    f"out: cannot write {path} ({error.strerror}). Give another folder, or free "
+                    "some space."
+                ) from error
+            sys.stdout.write(f"{path}\n")
 
 
-def draw_png(draw: Callable[[], "Figure | None"]) -> bytes | None:
+def draw_png(draw: "Callable[[], Figure | None]") -> bytes | None:
     """Return a figure as the content of a PNG file; None if there is nothing to draw."""
     from credit_dp.evaluation.figure_style import figure_style  # matplotlib: not for --help
 
@@ -96,6 +85,45 @@ def draw_png(draw: Callable[[], "Figure | None"]) -> bytes | None:
     with figure_style():
         figure.savefig(buffer, format="png")
     return buffer.getvalue()
+
+
+def report(
+    make: Callable[[Sweep, Mapping[str, Any]], Report],
+    help_text: str,
+    defaults: Mapping[str, Any],
+    arguments: Sequence[str],
+    program: str,
+) -> int:
+    """Read a sweep, print what a command makes of it, and write it if `out=` is given.
+
+    Raises:
+        UserError: there is not exactly one folder, or it is no sweep; there is no such key, metric,
+            column or series, or nothing can be written.
+    """
+    parsed = read_folders_and_keys(arguments, program, help_text, defaults, "DIR")
+    if parsed is None:
+        return 0
+    folders, keys = parsed
+    if len(folders) != 1:
+        raise UserError(
+            f"{program}: needs the folder of one sweep, like multirun/NAME, got "
+            f"{' '.join(map(str, folders)) or 'none'}."
+        )
+    made = make(read_sweep(folders[0]), keys)
+    print_lines(*made.lines)
+    if keys["out"]:
+        made.write(keys["out"])
+    return 0
+
+
+def report_scaling(folder: Path) -> None:
+    """Show the scaling of a sweep that has ended, and write it to the sweep's folder."""
+    try:
+        made = scaling(read_sweep(folder))
+        print_lines("", *made.lines)
+        made.write(folder)
+    except UserError as error:
+        report_error(str(error))
 
 
 SHOW_HELP = """\
@@ -126,33 +154,22 @@ SHOW_HEADINGS = {"seconds": "s/step", "samples_per_second": "samples/s"}
 SHOW_KEYS: Mapping[str, str] = {"metric": "", "sort": "metric", "out": ""}
 
 
-def show_sweep(arguments: Sequence[str], program: str) -> int:
-    """Show a sweep's runs; return the exit code.
+def show(sweep: Sweep, keys: Mapping[str, Any]) -> Report:
+    """Return the runs of a sweep, the best first."""
+    table = sweep_table(sweep, keys["metric"], keys["sort"])
 
-    Raises:
-        UserError: there is no sweep, no such metric or column, or nothing can be written.
-    """
-    parsed = read_arguments(arguments, program, SHOW_HELP, SHOW_KEYS)
-    if parsed is None:
-        return 0
-    folder, keys = parsed
-    table = sweep_table(read_sweep(folder), keys["metric"], keys["sort"])
-    print_lines(*table_lines(table))
-    if keys["out"]:
-        content = {
-            "sweep": str(table.folder),
-            "swept": table.keys,
-            "metric": table.metric,
-            "jobs": table.rows,
-        }
+    def draw() -> "Figure | None":
+        from credit_dp.sweeps.plots import draw_metric  # matplotlib: not for --help
 
-        def draw() -> "Figure | None":
-            from credit_dp.sweeps.plots import draw_metric  # matplotlib: not for --help
+        return draw_metric(table)
 
-            return draw_metric(table)
-
-        write_files(keys["out"], "sweep", content, table.rows, ("metric.png", draw))
-    return 0
+    content = {
+        "sweep": str(table.folder),
+        "swept": table.keys,
+        "metric": table.metric,
+        "jobs": table.rows,
+    }
+    return Report(table_lines(table), "sweep", content, table.rows, "metric.png", draw)
 
 
 def table_lines(table: SweepTable) -> list[str]:
@@ -212,44 +229,18 @@ LEGEND = (
 MARK = "*: more ranks than this machine has cores; if they ran here, they shared them"
 
 
-def scaling(arguments: Sequence[str], program: str) -> int:
-    """Show the scaling of a sweep's runs; return the exit code.
-
-    Raises:
-        UserError: there is no sweep or no series in it, or nothing can be written.
-    """
-    parsed = read_arguments(arguments, program, SCALING_HELP, SCALING_KEYS)
-    if parsed is None:
-        return 0
-    folder, keys = parsed
-    series = find_series(read_sweep(folder))
-    print_lines(*scaling_lines(series))
-    if keys["out"]:
-        write_scaling(keys["out"], series)
-    return 0
-
-
-def report_scaling(folder: Path) -> None:
-    """Show the scaling of a sweep that has ended, and write it to the sweep's folder."""
-    try:
-        series = find_series(read_sweep(folder))
-        print_lines("", *scaling_lines(series))
-        write_scaling(folder, series)
-    except UserError as error:
-        report_error(str(error))
-
-
-def write_scaling(out: str | Path, series: Sequence[Sequence[Row]]) -> None:
-    """Write the numbers and the figure, and print their paths."""
+def scaling(sweep: Sweep, keys: Mapping[str, Any] = SCALING_KEYS) -> Report:
+    """Return the series of a sweep over numbers of ranks."""
+    series = find_series(sweep)
     rows = [row for one in series for row in one]
-    content = {"mesh": " x ".join(AXES), "runs": rows}
 
-    def draw() -> "Figure | None":
+    def draw() -> "Figure":
         from credit_dp.sweeps.plots import draw_scaling  # matplotlib: not for --help
 
         return draw_scaling(series)
 
-    write_files(out, "scaling", content, rows, ("scaling.png", draw))
+    content = {"mesh": " x ".join(AXES), "runs": rows}
+    return Report(scaling_lines(series), "scaling", content, rows, "scaling.png", draw)
 
 
 def scaling_lines(series: Sequence[Sequence[Row]]) -> list[str]:
@@ -289,7 +280,10 @@ credit-dp sweep reads the folder of a sweep (`credit-dp train --multirun ...`), 
 `credit-dp sweep COMMAND --help` says more.
 """
 
-COMMANDS: Mapping[str, Command] = MappingProxyType({"show": show_sweep, "scaling": scaling})
+COMMANDS: Mapping[str, Command] = {
+    "show": partial(report, show, SHOW_HELP, SHOW_KEYS),
+    "scaling": partial(report, scaling, SCALING_HELP, SCALING_KEYS),
+}
 
 
 def sweeps(arguments: Sequence[str], program: str) -> int:

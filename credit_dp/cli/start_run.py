@@ -95,10 +95,16 @@ def run_in_folder(config: Config, existing: Path, explain: Callable[[UserError],
     folder = Path(str(HydraConfig.get().runtime.output_dir))
     config = replace(config, run=replace(config.run, dir=str(folder)))
     check_run_folder(folder, config, key)
+
+    def explain_and_remove(error: UserError) -> str:
+        remove_unused_folders(folder, existing)  # a launcher's rank ends without the `finally`
+        return explain(error)
+
+    advice = partial(resume_advice, config.run)
     with lock_folder(folder, key), name_last_checkpoint(config.run):
         code = 1
         try:
-            code = launch(config, advice=partial(resume_advice, config.run), explain=explain)
+            code = launch(config, advice=advice, explain=explain_and_remove)
         finally:
             if code:
                 remove_unused_folders(folder, existing)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from credit_dp.cli.show_sweep import show_sweep
+from credit_dp.cli import show_sweep
 from credit_dp.sweeps import read_sweep
 from credit_dp.sweeps.tables import sweep_table
 from tests.cli.invocation import answer, assert_refused
@@ -189,8 +189,8 @@ def test_mistakes_are_one_line(monkeypatch: pytest.MonkeyPatch, sweep: Path) -> 
 
 
 def test_reading_does_not_import_torch(sweep: Path) -> None:
-    name = show_sweep.__module__
-    code = f"from {name} import show_sweep; show_sweep(['{sweep}'], 'x'); import sys; "
+    name = show_sweep.__name__
+    code = f"from {name} import sweeps; sweeps(['show', '{sweep}'], 'x'); import sys; "
     subprocess.run(
         [sys.executable, "-c", f"{code}sys.exit('torch' in sys.modules)"],
         check=True,

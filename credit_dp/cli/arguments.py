@@ -1,7 +1,7 @@
 """Parses command lines: options that begin with a dash, and `KEY=VALUE` pairs.
 
 Any function of a command may raise a `UserError`, which `run_command` prints in one line. In this
-folder docstrings say so where the error arises, or where it matters what has happened until then.
+folder docstrings say so only where it matters what has happened until then.
 """
 
 import argparse
@@ -59,11 +59,7 @@ def train_parser() -> OneLineParser:
 def run_subcommand(
     commands: Mapping[str, Command], arguments: Sequence[str], program: str, help_text: str
 ) -> int:
-    """Run the command named by the first argument, or print the help; return the exit code.
-
-    Raises:
-        UserError: there is no command of this name, or the command raises it.
-    """
+    """Run the command named by the first argument, or print the help; return the exit code."""
     if not arguments or arguments[0] in ("--help", "-h"):
         sys.stdout.write(help_text)
         return 0
@@ -86,14 +82,7 @@ def read_keys(
 ) -> Mapping[str, Any] | None:
     """Return the value of each key; None after printing the help, if it was requested.
 
-    Args:
-        arguments: `KEY=VALUE` texts, in any order.
-        program: name of the command in messages.
-        help_text: with `{program}` in place of that name.
-        defaults: see `split_keys`.
-
-    Raises:
-        UserError: a key does not exist, or its value has another type.
+    `program` is the name of the command in messages and, for `{program}`, in the help.
     """
     args = parse_arguments(common_parser(), arguments)
     if args.help:
@@ -113,12 +102,7 @@ def read_folders_and_keys(
 ) -> tuple[list[Path], Mapping[str, Any]] | None:
     """Return the folders and the value of each key; None after printing the help, if requested.
 
-    Args:
-        arguments, program, help_text, defaults: as of `read_keys`.
-        name: of a folder in the help, for messages.
-
-    Raises:
-        UserError: a key does not exist, or a folder's home does not.
+    `name` is that of a folder in the help.
     """
     folders = [text for text in arguments if not text.startswith("-") and "=" not in text]
     others = [text for text in arguments if text not in folders]
@@ -131,9 +115,7 @@ def split_keys(
 ) -> tuple[dict[str, Any], list[str]]:
     """Return the value of each key, and the arguments that are none of these keys.
 
-    Args:
-        arguments: `KEY=VALUE` texts.
-        defaults: value of each key, which also gives its type; None accepts any type.
+    A default gives the type of the value; None accepts any type.
     """
     values, others = dict(defaults), []
     for text in arguments:
@@ -146,22 +128,14 @@ def split_keys(
 
 
 def to_texts(key: str, values: Sequence[Any]) -> tuple[str, ...]:
-    """Return the entries as texts.
-
-    Raises:
-        UserError: an entry is a list, a table or null.
-    """
+    """Return the entries as texts."""
     if any(isinstance(value, list | dict) or value is None for value in values):
         raise UserError(f"{key}: needs a list of texts, like [A,B], got {values}")
     return tuple(map(str, values))
 
 
 def to_whole_numbers(key: str, values: Sequence[Any]) -> tuple[int, ...]:
-    """Return the entries, which have to be whole numbers.
-
-    Raises:
-        UserError: an entry is something else.
-    """
+    """Return the entries, which have to be whole numbers."""
     if any(not isinstance(value, int) or isinstance(value, bool) for value in values):
         raise UserError(f"{key}: needs a list of whole numbers, like [24,72], got {values}")
     return tuple(values)

@@ -79,11 +79,7 @@ def cluster(arguments: Sequence[str], program: str) -> int:
 
 
 def print_script(arguments: Sequence[str], program: str) -> int:
-    """Print a batch script; return the exit code.
-
-    Raises:
-        UserError: a key or a value is not allowed, or the ranks don't fit on the nodes.
-    """
+    """Print a batch script; return the exit code."""
     args = parse_arguments(common_parser(), arguments)
     if args.help:
         sys.stdout.write(SCRIPT_HELP.format(program=program))
@@ -180,11 +176,7 @@ def render_script(scheduler: str, facts: Mapping[str, object]) -> str:
 
 
 def read_number_keys(given: Mapping[str, str]) -> dict[str, int | None]:
-    """Return the keys that are numbers; a key that is not given is None.
-
-    Raises:
-        UserError: a value is no whole number, or too small.
-    """
+    """Return the keys that are numbers; a key that is not given is None."""
     for key in NUMBERS:
         minimum = 0 if key == "gpus_per_node" else 1
         if key in given and not (given[key].isdecimal() and int(given[key]) >= minimum):
@@ -195,11 +187,7 @@ def read_number_keys(given: Mapping[str, str]) -> dict[str, int | None]:
 
 
 def read_choice(given: Mapping[str, str], key: str, allowed: Sequence[str]) -> str:
-    """Return the value of a key; if it is not given, the first allowed one.
-
-    Raises:
-        UserError: the value is not allowed.
-    """
+    """Return the value of a key; if it is not given, the first allowed one."""
     value = given.get(key, allowed[0])
     if value not in allowed:
         raise UserError(
@@ -212,11 +200,7 @@ def read_choice(given: Mapping[str, str], key: str, allowed: Sequence[str]) -> s
 def place_runs(
     configs: Sequence[Config], available: ClusterNodes, request: PlacementRequest
 ) -> Placement:
-    """Return the placement of all jobs of a script.
-
-    Raises:
-        UserError: the jobs have different meshes, or the mesh doesn't fit on the nodes.
-    """
+    """Return the placement of all jobs of a script."""
     meshes = {
         (p.pipeline, p.data, p.ensemble, p.domain) for p in (config.parallel for config in configs)
     }

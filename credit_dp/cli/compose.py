@@ -214,21 +214,13 @@ class Composer:
         }
 
     def parse(self, texts: Sequence[str]) -> list[Override]:
-        """Return overrides, whose keys and choices exist.
-
-        Raises:
-            UserError: a text is no override, or has a key or a choice that there is not.
-        """
+        """Return overrides, whose keys and choices exist."""
         overrides = parse_overrides(texts)
         check_overrides(overrides, self.groups)
         return overrides
 
     def compose(self, overrides: Sequence[str]) -> DictConfig:
-        """Return the composed config with its `hydra` node; types are checked, values are not yet.
-
-        Raises:
-            UserError: the files and overrides can't be composed.
-        """
+        """Return the composed config with its `hydra` node; values are not checked yet."""
         try:
             with block_signals((signal.SIGINT,)):
                 composed = self.hydra.compose_config(
@@ -273,15 +265,7 @@ def without_hydra(composed: DictConfig) -> DictConfig:
 
 
 def to_config(composed: DictConfig, overrides: Sequence[str]) -> Config:
-    """Return a composed config as dataclasses, with all interpolations resolved.
-
-    Args:
-        composed: with or without its `hydra` node.
-        overrides: that it was composed with.
-
-    Raises:
-        UserError: a value is missing or not allowed, or an interpolation can't be resolved.
-    """
+    """Return a composed config as dataclasses, with all interpolations resolved."""
     node = without_hydra(composed)
     check_root(node, OmegaConf.select(composed, "hydra.job.config_name"))
     try:
@@ -301,10 +285,6 @@ def check_root(node: DictConfig, config_name: str | None) -> None:
     """Refuse a root file that is no config of a run, or that adds keys of its own.
 
     OmegaConf refuses unknown keys only in files that it merges after the schema.
-
-    Args:
-        node: a composed config, without its `hydra` node.
-        config_name: of the root file; None: `config`.
     """
     file = f"conf/{config_name or 'config'}.yaml"
     names = [item.name for item in fields(Config)]
@@ -372,11 +352,7 @@ def reconcile_preset(config: DictConfig, given: set[str]) -> None:
 
 
 def build_dataclasses(node: DictConfig) -> Config:
-    """Return a config as dataclasses, each of which is built, and so checked, once.
-
-    Raises:
-        UserError: a value is not allowed, or the checks of a plug-in fail in any other way.
-    """
+    """Return a config as dataclasses, each of which is built, and so checked, once."""
     values: dict[str, Any] = {}
     for group in sorted(CONFIG_GROUPS - {"experiment"}):
         try:
@@ -394,11 +370,7 @@ def build_dataclasses(node: DictConfig) -> Config:
 
 
 def check_overrides(overrides: Sequence[Override], groups: Mapping[str, list[str]]) -> None:
-    """Refuse keys and choices that do not exist; Hydra accepts some of them.
-
-    Raises:
-        UserError: with the nearest match and what is allowed.
-    """
+    """Refuse keys and choices that do not exist; Hydra accepts some of them."""
     for override in overrides:
         key = override.key_or_group
         if key in groups:
@@ -414,11 +386,7 @@ def check_overrides(overrides: Sequence[Override], groups: Mapping[str, list[str
 
 
 def check_choice(group: str, override: Override, choices: list[str]) -> None:
-    """Refuse a choice that its group does not have.
-
-    Raises:
-        UserError: with the nearest match and all choices.
-    """
+    """Refuse a choice that its group does not have."""
     if override.is_delete() or override.is_interval_sweep():
         return
     if override.is_add() and group in CONFIG_GROUPS:
@@ -458,11 +426,7 @@ def register_schemas() -> None:
 
 
 def search_path(config_dir: str | None) -> ConfigSearchPath:
-    """Return where Hydra searches for groups: `--config-dir`, the user's `conf/`, the package's.
-
-    Raises:
-        UserError: `--config-dir` is no folder.
-    """
+    """Return where Hydra searches for groups: `--config-dir`, the user's `conf/`, the package's."""
     path = create_config_search_path(f"file://{conf_folder()}")
     user_folder = Path.cwd() / "conf"
     if user_folder.is_dir() and user_folder.resolve() != conf_folder().resolve():
@@ -476,13 +440,7 @@ def search_path(config_dir: str | None) -> ConfigSearchPath:
 
 
 def check_run_config(config: Config) -> None:
-    """Refuse a training run that is bound to fail, without torch and without opening data.
-
-    Raises:
-        UserError: there are more ranks than rows, the checkpoint does not exist, lead times are
-            between time steps, bounds have no fixer, or the quickstart has a store, or a start that
-            is no date.
-    """
+    """Refuse a training run that is bound to fail, without torch and without opening data."""
     if config.data.name == "quickstart":
         checks.date("data.quickstart.start", config.data.quickstart.start)
         if config.data.stores:

@@ -105,11 +105,7 @@ def end(code: int) -> NoReturn:
 
 
 def dispatch(arguments: Sequence[str], program: str) -> int:
-    """Run the command named by the first argument; return the exit code.
-
-    Raises:
-        UserError: there is no command of this name, or the command raises it.
-    """
+    """Run the command named by the first argument; return the exit code."""
     if list(arguments) == ["--version"]:
         sys.stdout.write(f"credit_dp {__version__}\n")
         return 0
@@ -158,9 +154,6 @@ def check_torch() -> None:
     """Warn of a torch that is newer than those that were tested, once for all ranks.
 
     It is not imported for this, which takes seconds.
-
-    Raises:
-        UserError: torch is missing, or too old.
     """
     try:
         version = importlib.metadata.version("torch")

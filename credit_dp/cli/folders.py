@@ -47,9 +47,6 @@ def explain_folder_errors(run: RunConfig, default: str) -> Iterator[None]:
     """Turn errors of Hydra making the run's folder into one line.
 
     Hydra makes the folder before it calls any function of this package.
-
-    Raises:
-        UserError: the folder can't be made or written to.
     """
     try:
         yield
@@ -62,11 +59,7 @@ def explain_folder_errors(run: RunConfig, default: str) -> Iterator[None]:
 
 
 def run_checkpoints(folder: Path, key: str) -> list[Path]:
-    """Return the checkpoints of the run in a folder.
-
-    Raises:
-        UserError: the folder can't be read.
-    """
+    """Return the checkpoints of the run in a folder."""
     try:
         return list_checkpoints(RunFolder(folder).checkpoints)
     except OSError as error:  # a name that is too long, a folder that may not be read
@@ -76,11 +69,7 @@ def run_checkpoints(folder: Path, key: str) -> list[Path]:
 
 
 def check_sweep_folder(run: RunConfig) -> None:
-    """Refuse to number the runs of a sweep in the folder of a single run.
-
-    Raises:
-        UserError: the folder holds checkpoints of a run, or can't be read.
-    """
+    """Refuse to number the runs of a sweep in the folder of a single run."""
     folder, key = Path(sweep_folder(run.name, run.dir)), folder_key(run)
     if run_checkpoints(folder, key):
         raise UserError(
@@ -90,12 +79,7 @@ def check_sweep_folder(run: RunConfig) -> None:
 
 
 def check_run_folder(folder: Path, config: Config, key: str = "run.name") -> None:
-    """Refuse to start a run in the folder of a sweep, or in one with another run's checkpoints.
-
-    Raises:
-        UserError: it is a sweep's; there are some, and `resume` does not start from them; or the
-            folder can't be read.
-    """
+    """Refuse to start a run in the folder of a sweep, or in one with another run's checkpoints."""
     steps = run_checkpoints(folder, key)
     if (folder / SWEEP_FILE).exists():
         raise UserError(
@@ -124,11 +108,7 @@ def remove_unused_folders(folder: Path, existing: Path) -> None:
     """Remove the folders that were created for a run, if the run has written nothing there.
 
     A run that was refused has only what Hydra writes before it begins, and the lock, which has to
-    be held.
-
-    Args:
-        folder: of the run.
-        existing: the innermost folder that existed before; it stays.
+    be held. `existing` is the innermost folder that existed before, which stays.
     """
     if existing not in folder.parents:
         return
@@ -141,11 +121,7 @@ def remove_unused_folders(folder: Path, existing: Path) -> None:
 
 @contextlib.contextmanager
 def lock_folder(folder: Path, key: str = "run.name") -> Iterator[None]:
-    """Lock the folder while a run writes to it; the system releases it if the process dies.
-
-    Raises:
-        UserError: another run holds the lock, or the folder can't be written to.
-    """
+    """Lock the folder while a run writes to it; the system releases it if the process dies."""
     lock = FileLock(folder / LOCK_FILE, timeout=0)
     try:
         folder.mkdir(parents=True, exist_ok=True)

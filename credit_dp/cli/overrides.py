@@ -78,12 +78,7 @@ def all_keys(schema: Any = Config, prefix: str = "") -> list[str]:
 def check_key(key: str, composed: bool = False) -> None:
     """Refuse a dotted key that the config does not have.
 
-    Args:
-        key: to check.
-        composed: whether Hydra looks it up, too: it knows which keys the chosen model has.
-
-    Raises:
-        UserError: with the nearest key, and the keys that are allowed at that level.
+    Not all of those that Hydra looks up, too (`composed`): it knows the keys of the chosen model.
     """
     schema: Any = Config
     parents: list[str] = []
@@ -241,11 +236,7 @@ def check_value(key: str, value: object) -> None:
 
 
 def check_lists(config: DictConfig) -> None:
-    """Refuse lists in a list of numbers or texts, and the other way round; OmegaConf accepts both.
-
-    Raises:
-        UserError: with the key and what it needs.
-    """
+    """Refuse lists in a list of numbers or texts, and the reverse; OmegaConf accepts both."""
     for key in all_keys():
         value = OmegaConf.select(config, key)
         key_type = type_of_key(key)
@@ -335,11 +326,7 @@ def _as_table_entry(text: str) -> str:
 
 
 def refuse_dotted_entry(override: Override) -> None:
-    """Refuse `parallel.layout.encoder.0=...`: Hydra would split the entry's name at its dot.
-
-    Raises:
-        UserError: with a form that is parsed as intended.
-    """
+    """Refuse `parallel.layout.encoder.0=...`: Hydra would split the entry's name at its dot."""
     names = override.key_or_group.split(".")
     for count in range(1, len(names) - 1):
         table, entry = ".".join(names[:count]), ".".join(names[count:])

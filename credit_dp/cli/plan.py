@@ -333,11 +333,7 @@ Exit code: 0 if the model can be sharded on the mesh, 1 if not, 2 if the keys ar
 
 @no_garbage_collection()  # it would walk over all that torch has imported, again and again
 def plan(arguments: Sequence[str], program: str) -> int:
-    """Report on the configured model, grid and mesh; return the exit code.
-
-    Raises:
-        UserError: a key or an option is wrong.
-    """
+    """Report on the configured model, grid and mesh; return the exit code."""
     parsed = read_config_arguments(arguments, program, HELP, _add_options)
     if parsed is None:
         return 0

@@ -27,14 +27,7 @@ FOLDER_GROUPS = ("run",)  # where a run writes: the repeated run writes to anoth
 def overrides_of_run(folder: str, given: Sequence[str], composer: Composer) -> list[str]:
     """Return overrides that reproduce the config of an earlier run, except for its folder.
 
-    Args:
-        folder: of the run.
-        given: overrides that follow; groups chosen there are left out here.
-        composer: of this command.
-
-    Raises:
-        UserError: the folder has no config, this version composes another config from it, or
-            `given` has an experiment, which the run's keys would override.
+    Groups that the overrides `given` choose are left out.
     """
     names = [text.lstrip("+").partition("=")[0] for text in given]
     if "experiment" in names:
@@ -51,11 +44,7 @@ def overrides_of_run(folder: str, given: Sequence[str], composer: Composer) -> l
 
 
 def read_run_config(path: Path) -> dict[str, Any]:
-    """Return the config in a run's folder, without keys of that folder.
-
-    Raises:
-        UserError: there is no config, or it can't be read.
-    """
+    """Return the config in a run's folder, without keys of that folder."""
     try:
         saved = checks.load_yaml(path)
     except FileNotFoundError:
@@ -77,9 +66,6 @@ def refuse_interpolations(where: str, saved: Mapping[Any, Any]) -> None:
     """Refuse interpolations in a saved config, which has none as a run writes it.
 
     One that has the cache as the schema gives it gets the cache of this user.
-
-    Raises:
-        UserError: a value has one.
     """
     data = saved["data"]
     if isinstance(data, dict) and data.get("cache") == DataConfig.cache:
@@ -114,11 +100,7 @@ def hydra_literal(value: object) -> str:
 
 
 def check_reproduced(path: Path, saved: Mapping[str, Any], composed: Config) -> None:
-    """Check that the composed config is that of the run.
-
-    Raises:
-        UserError: a key has another value.
-    """
+    """Check that the composed config is that of the run."""
     values = as_dict(composed)
     for key, value in flatten_keys(saved):
         reproduced: Any = values
@@ -145,10 +127,7 @@ RUN_ONLY_KEYS = ("run", "resume", "init_from", "loss", "optimizer", "parallel", 
 def config_of_checkpoint(path: Path, given: Sequence[str], composer: Composer) -> Config:
     """Return the config of a checkpoint's run, with overrides, for use on any mesh.
 
-    Args:
-        path: of the checkpoint.
-        given: overrides. With `data.store`, a quickstart's config becomes that of a store.
-        composer: of the command.
+    With `data.store` among them, a quickstart's config becomes that of a store.
     """
     saved = read_checkpoint_config(path)
     names = {text.partition("=")[0] for text in given}
@@ -165,11 +144,7 @@ def config_of_checkpoint(path: Path, given: Sequence[str], composer: Composer) -
 
 
 def read_checkpoint_config(path: Path) -> dict[str, Any]:
-    """Return the config in a checkpoint, as plain values.
-
-    Raises:
-        UserError: there is no config, or it can't be read.
-    """
+    """Return the config in a checkpoint, as plain values."""
     from credit_dp.training.checkpoint_files import read_metadata
 
     text = read_metadata(CHECKPOINT_KEY, path)["config"]

@@ -46,11 +46,7 @@ class Report(NamedTuple):
     draw: "Callable[[], Figure | None]"
 
     def write(self, out: str | Path) -> None:
-        """Write table and figure into a folder, over earlier ones, and print their paths.
-
-        Raises:
-            UserError: the folder can't be made or written to.
-        """
+        """Write table and figure into a folder, over earlier ones, and print their paths."""
         folder = Path(os.path.expanduser(out))
         text = json.dumps(self.content, indent=2) + "\n"
         files = {
@@ -94,12 +90,7 @@ def report(
     arguments: Sequence[str],
     program: str,
 ) -> int:
-    """Read a sweep, print what a command makes of it, and write it if `out=` is given.
-
-    Raises:
-        UserError: there is not exactly one folder, or it is no sweep; there is no such key, metric,
-            column or series, or nothing can be written.
-    """
+    """Read a sweep, print what a command makes of it, and write it if `out=` is given."""
     parsed = read_folders_and_keys(arguments, program, help_text, defaults, "DIR")
     if parsed is None:
         return 0

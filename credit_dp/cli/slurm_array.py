@@ -35,12 +35,7 @@ OWN_KEYS = ("max_num_timeout", "signal_delay_s")  # handled here
 
 
 def drop_queued(jobs: Sequence[Job], settings: SlurmLauncherConfig, folder: Path) -> list[Job]:
-    """Return the jobs that are not in the queue, neither waiting nor running.
-
-    Raises:
-        UserError: SLURM is not installed here, or does not answer; or a value would add lines to
-            the batch script, where only those of `setup` belong.
-    """
+    """Return the jobs that are not in the queue, neither waiting nor running."""
     checks.one_line("run.dir", str(folder.absolute()))
     for key, value in by_dotted_key(asdict(settings)).items():
         if key != "setup":
@@ -64,11 +59,7 @@ def submitted_job_id(job: Job) -> str | None:
 
 
 def queued_job_ids() -> set[str]:
-    """Return the numbers of all jobs in the user's queue; a job of an array has one like `7_2`.
-
-    Raises:
-        UserError: SLURM does not answer.
-    """
+    """Return the numbers of all jobs in the user's queue; a job of an array has one like `7_2`."""
     command = ["squeue", "--noheader", "--array", "--me", "--format", "%i"]
     try:
         return set(run_slurm_command(command).split())
@@ -80,12 +71,6 @@ def submit(
     jobs: Sequence[Job], options: Sequence[str], settings: SlurmLauncherConfig, folder: Path
 ) -> int:
     """Submit jobs as one array; return the exit code.
-
-    Args:
-        jobs: of the sweep that have not finished and are not in the queue.
-        options: of the command line.
-        settings: `hydra.launcher`.
-        folder: of the sweep.
 
     Raises:
         UserError: a job fits on no node, would compute statistics on several, or the queue refuses
@@ -111,11 +96,7 @@ def submit(
 
 
 def place_jobs(jobs: Sequence[Job], settings: SlurmLauncherConfig) -> list[Placement]:
-    """Return the placement of each job's ranks on the nodes of the partition.
-
-    Raises:
-        UserError: a job fits on no node, or would compute statistics on several.
-    """
+    """Return the placement of each job's ranks on the nodes of the partition."""
     available = slurm_nodes(settings.partition)
     request = PlacementRequest(
         nodes=settings.nodes or None,
@@ -161,9 +142,6 @@ def submit_array(
     """Submit a call of `run_job` for each task; return the number of each job.
 
     All jobs of an array have the same resources: what the largest needs.
-
-    Raises:
-        UserError: the queue refuses them.
     """
     import submitit  # an extra
 
@@ -210,11 +188,6 @@ def submit_array(
 
 def run_job(folder: str, command: Sequence[str], requeues: int) -> None:
     """Run one job of the array; submitit calls this in the job.
-
-    Args:
-        folder: of the job.
-        command: that starts its ranks.
-        requeues: how often the job may be requeued.
 
     Raises:
         SystemExit: with the exit code of the ranks, so that SLURM records it.

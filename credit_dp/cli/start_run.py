@@ -35,13 +35,7 @@ from credit_dp.training.run_folder import RunFolder
 
 
 def run_once(composer: Composer, overrides: Sequence[str], config: Config) -> int:
-    """Start a single run and return its exit code.
-
-    Args:
-        composer: of the command.
-        overrides: that the config was composed with.
-        config: checked by `check_run_config`, too.
-    """
+    """Start a single run and return its exit code."""
     launcher = find_launcher(os.environ)
     folder = Path(run_folder(config.run.name, config.run.dir)).absolute()
     if config.run.name or config.run.dir:
@@ -86,10 +80,7 @@ def report_errors(run: Callable[[], int]) -> int:
 def run_in_folder(config: Config, existing: Path, explain: Callable[[UserError], str]) -> int:
     """Run a checked config in the folder that Hydra made for it; return the exit code.
 
-    Args:
-        config: of the run.
-        existing: the folder in which Hydra has made all folders down to that of the run.
-        explain: see `launch`.
+    Hydra made all folders below `existing`.
     """
     key = folder_key(config.run)
     folder = Path(str(HydraConfig.get().runtime.output_dir))

@@ -84,10 +84,8 @@ def check_is_no_launcher(overrides: Sequence[Override]) -> None:
 def sweep(composer: Composer, overrides: Sequence[Override], options: Sequence[str]) -> int:
     """Check all jobs, then run or submit the unfinished ones; return the exit code.
 
-    Args:
-        composer: of the command.
-        overrides: of the command line.
-        options: of the command line, which each job gets as well.
+    Each job gets the `options` of the command line as well.
+
 
     Raises:
         UserError: a job can't run; none has been started.
@@ -142,10 +140,6 @@ def compose_sweep(
 
     That has the folder and the launcher. The parameters of the experiment are among the choices,
     unless they are given: as overrides, their interpolations are resolved in each run.
-
-    Raises:
-        UserError: this is a rank, there are several values for the name of the sweep's folder, or
-            Hydra would choose or run the jobs.
     """
     launcher = find_launcher(os.environ)
     if launcher is not None:
@@ -278,11 +272,7 @@ class RunningJob:
 
 @final
 class LocalSweep:
-    """Runs jobs side by side on this machine; others wait until there are cores and GPUs for them.
-
-    Raises:
-        UserError: a job needs more than this machine has.
-    """
+    """Runs jobs side by side here; others wait until there are cores and GPUs for them."""
 
     def __init__(self, jobs: Sequence[Job], options: Sequence[str], cores: int) -> None:
         count = count_visible_gpus() if any(job.config.device != "cpu" for job in jobs) else 0

@@ -79,16 +79,7 @@ class Job:
 
 
 def plan_jobs(composer: Composer, choices: Sequence[Sequence[str]], sweep: Path) -> list[Job]:
-    """Return a job for each combination of the choices, the last key varying fastest.
-
-    Args:
-        composer: of the command.
-        choices: for each key, the overrides to choose from.
-        sweep: the folder of the sweep.
-
-    Raises:
-        UserError: a config is not valid, or is not that of an earlier start of the same job.
-    """
+    """Return a job for each combination of the choices, the last key varying fastest."""
     folders = [path for path in sweep.glob("*") if path.name.isdecimal() and path.is_dir()]
     known_folders = {
         job_identity(earlier): folder
@@ -116,14 +107,7 @@ def plan_jobs(composer: Composer, choices: Sequence[Sequence[str]], sweep: Path)
 
 
 def result_line(job: Job, jobs: Sequence[Job], code: int, seconds: float) -> str:
-    """Return a line about a job that has ended: what sets it apart, how well it did, how long.
-
-    Args:
-        job: that has ended.
-        jobs: of the sweep.
-        code: its exit code.
-        seconds: that it took.
-    """
+    """Return a line about a job that has ended: what sets it apart, how well it did, how long."""
     shared = set.intersection(*(set(each.overrides) for each in jobs))
     texts = [text for text in job.overrides if text not in shared] or job.overrides
     parts = []
@@ -176,11 +160,7 @@ def values_by_key(table: Mapping[Any, Any]) -> dict[str, object]:
 
 
 def override_choices(overrides: Sequence[Override], composer: Composer) -> list[list[str]]:
-    """Return, for each key of a command line, the overrides to choose from.
-
-    Raises:
-        UserError: a key has a range, which has infinitely many values.
-    """
+    """Return, for each key of a command line, the overrides to choose from."""
     choices = []
     for override in overrides:
         if not override.is_sweep_override():
@@ -211,16 +191,7 @@ def write_submission(job: Job, slurm_job: str | None = None) -> None:
 
 
 def write_record(folder: Path, code: int | None = None, cause: str | None = None) -> None:
-    """Record in the folder of a job that it runs, or how it ended.
-
-    Args:
-        folder: of the job.
-        code: its exit code; None while it runs.
-        cause: of a failure, in one line.
-
-    Raises:
-        UserError: the folder can't be written to.
-    """
+    """Record in the folder of a job that it runs, or how it ended."""
     state = "running" if code is None else RECORDED_STATES.get(code, "failed")
     cause = (cause or f"exit code {code}") if state == "failed" else None
     record = {"state": state, "exit_code": code, "cause": cause}

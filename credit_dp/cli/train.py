@@ -104,21 +104,13 @@ def print_help_or_config(
 
 
 def compose_run(composer: Composer, overrides: Sequence[Override]) -> Config:
-    """Return the checked config of a single run.
-
-    Raises:
-        UserError: a value is not allowed, or a key has several values.
-    """
+    """Return the checked config of a single run."""
     check_single_values(overrides)
     return composer.compose_config([str(override.input_line) for override in overrides])
 
 
 def check_single_values(overrides: Sequence[Override]) -> None:
-    """Refuse several values of a key, which make a sweep.
-
-    Raises:
-        UserError: a key has some.
-    """
+    """Refuse several values of a key, which make a sweep."""
     for override in overrides:
         if override.is_sweep_override():
             key, _, value = str(override.input_line).lstrip("+").partition("=")
@@ -150,14 +142,7 @@ def read_config_arguments(
     help_text: str,
     add_options: Callable[[OneLineParser], None] = lambda parser: None,
 ) -> ConfigArguments | None:
-    """Parse a command line and compose its config; None after printing the help, if requested.
-
-    Args:
-        arguments: overrides and options, in any order.
-        program: name of the command in messages.
-        help_text: with `{program}` in place of that name.
-        add_options: declares options of the command to the parser.
-    """
+    """Parse a command line and compose its config; None after printing the help, if requested."""
     parser = common_parser()
     parser.add_argument("--json", action="store_true")
     add_options(parser)

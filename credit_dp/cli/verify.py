@@ -49,11 +49,7 @@ def verify(arguments: Sequence[str], program: str) -> int:
 
 
 def verify_model(config: Config) -> "VerifyReport":
-    """Build the model on a small grid, and compare it sharded and unsharded.
-
-    Raises:
-        UserError: there is only one rank, or the model can't be sharded over this many.
-    """
+    """Build the model on a small grid, and compare it sharded and unsharded."""
     ranks = config.parallel.domain
     if ranks == 1:
         raise UserError(

@@ -55,11 +55,7 @@ class QuickstartConfig:
         checks.at_least("data.quickstart.spinup_days", self.spinup_days, 0)
 
     def grid_or_default(self, grid: tuple[int, int] | None) -> tuple[int, int]:
-        """Return `grid`, or by default the one that resolves products at this truncation.
-
-        Raises:
-            UserError: the grid is too small.
-        """
+        """Return `grid`, or by default the one that resolves products at this truncation."""
         if grid is None:
             rows = 8 * -(-(3 * self.truncation + 1) // 16)
             return rows, 2 * rows
@@ -135,11 +131,7 @@ class VariableConfig:
     sign_changes: bool | None = None
 
     def check(self, key: str) -> None:
-        """Check the values; `key` is the config key of the variable.
-
-        Raises:
-            UserError: a value is not allowed.
-        """
+        """Check the values; `key` is the config key of the variable."""
         if not LOG1P_PATTERN.fullmatch(self.normalise):
             checks.one_of(f"{key}.normalise", self.normalise, NORMALISERS[:-1])
         elif not self.log1p_scale > 0:
@@ -323,11 +315,7 @@ class DataConfig:
             )
 
     def _by_listed_name(self, key: str, entries: dict[str, Entry]) -> dict[str, Entry]:
-        """Return the entries by the names in the lists of variables, from any of their names.
-
-        Raises:
-            UserError: a key fits two variables, or two keys fit one.
-        """
+        """Return the entries by the names in the lists of variables, from any of their names."""
         lists = (self.prognostic, self.diagnostic, self.forcing, self.static)
         listed = [name for names in lists if names != MISSING for name in names]
         entries_by_name: dict[str, Entry] = {}

@@ -440,11 +440,7 @@ class OwnScheduleConfig(Plugin):
 
 
 def plugin_schedule(config: OptimizerConfig) -> OwnScheduleConfig | None:
-    """Return the plug-in schedule that the config names; None for one of this package's.
-
-    Raises:
-        UserError: there is no schedule of this name, or it does not take these options.
-    """
+    """Return the plug-in schedule that the config names; None for one of this package's."""
     name = config.schedule
     key = "optimizer.schedule_options"
     if name in LR_SCHEDULES:
@@ -513,11 +509,7 @@ class OwnCallbackConfig(Plugin):
 
 
 def build_callbacks(callbacks: Mapping[str, Any]) -> list[OwnCallbackConfig]:
-    """Return new callbacks, given the keys of each by name.
-
-    Raises:
-        UserError: there is no callback of a name, or it does not take these keys.
-    """
+    """Return new callbacks, given the keys of each by name."""
     if not callbacks:
         return []
     kind, known = OwnCallbackConfig.plugin_kind, find_plugins(OwnCallbackConfig, ())

@@ -36,13 +36,9 @@ class SweepTable:
 
 
 def sweep_table(sweep: Sweep, metric: str = "", sort: str = "metric") -> SweepTable:
-    """Return the table of a sweep, whose runs are compared by a metric; see `choose_metric`.
+    """Return the table of a sweep, sorted by a column, with - before it in the opposite order.
 
-    `sort` is a column, with - before it in the opposite order; by the metric, the best run comes
-    first. Runs without a value are last.
-
-    Raises:
-        UserError: no run has this metric, or there is no such column.
+    By the metric, the best run comes first. Runs without a value are last.
     """
     metric = choose_metric(sweep.jobs, metric)
     name = sort.removeprefix("-")
@@ -76,11 +72,7 @@ def sweep_table(sweep: Sweep, metric: str = "", sort: str = "metric") -> SweepTa
 
 
 def choose_metric(jobs: Sequence[Job], requested: str) -> str:
-    """Return the requested metric, or by default the first of `DEFAULT_METRICS` that exists.
-
-    Raises:
-        UserError: no run has the requested metric.
-    """
+    """Return the requested metric, or by default the first of `DEFAULT_METRICS` that exists."""
     names = list(dict.fromkeys(name for job in jobs for name in job.metrics))
     if not requested:
         return next((name for name in DEFAULT_METRICS if name in names), RELATIVE_RMSE)

@@ -84,18 +84,17 @@ def check_key(key: str, composed: bool = False) -> None:
     parents: list[str] = []
     for name in key.split("."):
         if get_origin(schema) is dict and is_dataclass(get_args(schema)[1]):
-            parents.append(name)
             schema = get_args(schema)[1]
-            continue
-        if get_origin(schema) in (dict, list, tuple):
+        elif get_origin(schema) in (dict, list, tuple):
             return  # entries of lists and tables are checked by value
-        names = list(key_types(schema))
-        if name not in names and composed and schema in GROUPS_WITH_VARIANTS:
-            return
-        if name not in names:
-            raise UserError(unknown_key_message(key, ".".join(parents), names))
+        else:
+            types_by_key = key_types(schema)
+            if name not in types_by_key and composed and schema in GROUPS_WITH_VARIANTS:
+                return
+            if name not in types_by_key:
+                raise UserError(unknown_key_message(key, ".".join(parents), list(types_by_key)))
+            schema = types_by_key[name]
         parents.append(name)
-        schema = key_types(schema)[name]
 
 
 def key_types(schema: Any) -> dict[str, Any]:
@@ -421,8 +420,9 @@ def _quoted_candidates(value: str) -> Iterator[str]:
 def explain_error(error: BaseException) -> str:
     """Return one line about an error of Hydra: the key and its file, what is needed, what came."""
     chain = error_chain(error)
-    config_file = next((file for cause in chain if (file := config_file_of(cause))), "")
-    override = next((key for cause in chain if (key := override_key_of(cause))), "")
+    # The file, without `.yaml`, and the key of the override that Hydra was merging.
+    config_file = _merged(chain, r"In '([^']+)':")
+    override = _merged(chain, r"Error merging override \+*([\w.]+)=")
     for cause in chain:
         if isinstance(cause, OmegaConfBaseException):
             where = f"conf/{config_file}.yaml: " if config_file else ""
@@ -441,16 +441,10 @@ def error_chain(error: BaseException) -> list[BaseException]:
     return chain
 
 
-def config_file_of(error: BaseException) -> str:
-    """Return the config file that Hydra was merging, without `.yaml`, or an empty text."""
-    match = re.match(r"In '([^']+)':", str(error))
-    return match[1] if match and isinstance(error, ConfigCompositionException) else ""
-
-
-def override_key_of(error: BaseException) -> str:
-    """Return the key of the override that Hydra was merging, or an empty text."""
-    match = re.match(r"Error merging override \+*([\w.]+)=", str(error))
-    return match[1] if match and isinstance(error, ConfigCompositionException) else ""
+def _merged(chain: Sequence[BaseException], pattern: str) -> str:
+    """Return the group of a pattern in the first of Hydra's errors that has it, or no text."""
+    errors = [error for error in chain if isinstance(error, ConfigCompositionException)]
+    return next((match[1] for error in errors if (match := re.match(pattern, str(error)))), "")
 
 
 def explain_omegaconf(error: OmegaConfBaseException, config_file: str, override: str) -> str:

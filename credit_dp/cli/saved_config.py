@@ -15,7 +15,7 @@ from yaml import YAMLError  # type: ignore[import-untyped]
 from credit_dp import checks
 from credit_dp.checks import expand_home
 from credit_dp.cli.compose import Composer
-from credit_dp.config import Config, DataConfig, as_dict, flatten_keys
+from credit_dp.config import Config, DataConfig, as_dict, by_dotted_key
 from credit_dp.errors import UserError, quote
 from credit_dp.training.run_folder import RunFolder
 
@@ -101,21 +101,25 @@ def hydra_literal(value: object) -> str:
 
 def check_reproduced(path: Path, saved: Mapping[str, Any], composed: Config) -> None:
     """Check that the composed config is that of the run."""
-    values = as_dict(composed)
-    for key, value in flatten_keys(saved):
-        reproduced: Any = values
-        for name in key:
-            reproduced = reproduced.get(name) if isinstance(reproduced, dict) else None
-        if tuples_to_lists(reproduced) != tuples_to_lists(value):
+    reproduced = values_by_key(as_dict(composed))
+    for key, value in values_by_key(saved).items():
+        found = reproduced.get(key)
+        if found != value:
             raise UserError(
-                f"--again: {path} has {'.'.join(map(str, key))}={value!r}, but here it becomes "
-                f"{reproduced!r}. The version of credit_dp or the files in conf/ have changed."
+                f"--again: {path} has {key}={value!r}, but here it becomes {found!r}. The version "
+                "of credit_dp or the files in conf/ have changed."
             )
 
 
-def tuples_to_lists(value: object) -> object:
-    """Return a value with all tuples in it as lists."""
-    return [tuples_to_lists(entry) for entry in value] if isinstance(value, list | tuple) else value
+def values_by_key(table: Mapping[Any, Any]) -> dict[str, object]:
+    """Return all values by dotted key, with tuples as lists."""
+    return {key: _tuples_to_lists(value) for key, value in by_dotted_key(table).items()}
+
+
+def _tuples_to_lists(value: object) -> object:
+    return (
+        [_tuples_to_lists(entry) for entry in value] if isinstance(value, list | tuple) else value
+    )
 
 
 CHECKPOINT_KEY = "checkpoint"

@@ -23,7 +23,7 @@ from yaml import YAMLError  # type: ignore[import-untyped]
 
 from credit_dp import checks
 from credit_dp.cli.compose import Composer, check_run_config
-from credit_dp.cli.saved_config import tuples_to_lists
+from credit_dp.cli.saved_config import values_by_key
 from credit_dp.config import Config, as_dict, by_dotted_key
 from credit_dp.distributed.forkserver import die_with_parent, interpreter
 from credit_dp.distributed.signals import EXIT_PREEMPTED, STOP_SIGNALS, signal_name
@@ -152,11 +152,6 @@ def first_difference(path: Path, config: Config) -> str | None:
         if saved_values.get(key, ...) not in (value, absolute.get(key)):
             return f"{key}: {saved_values.get(key, 'nothing')}, now {value}"
     return None
-
-
-def values_by_key(table: Mapping[Any, Any]) -> dict[str, object]:
-    """Return all values by dotted key, with tuples as lists."""
-    return {key: tuples_to_lists(value) for key, value in by_dotted_key(table).items()}
 
 
 def override_choices(overrides: Sequence[Override], composer: Composer) -> list[list[str]]:

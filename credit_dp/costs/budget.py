@@ -31,6 +31,12 @@ from credit_dp.errors import UserError
 from credit_dp.models import cast_model
 from credit_dp.physics.columns import Hybrid, PhysicalChannels, hybrid_of
 from credit_dp.physics.fixers import FixerMemory, count_fixer_memory, has_budgets
+from credit_dp.pipeline_parallel.pipeline import (
+    count_gathers,
+    peak_saved_bytes,
+    schedule_actions,
+    theoretical_bubble,
+)
 from credit_dp.pipeline_parallel.stages import (
     Stage,
     cut_model,
@@ -306,9 +312,6 @@ def plan_pipeline(model: nn.Module, report: Decision, config: Config) -> Pipelin
         )
         for stage, cut, cost_share in zip(stages, slices, cost_shares, strict=True)
     ]
-    # It imports torch's pipelines, and so sympy and torch._dynamo: as long as torch itself.
-    from credit_dp.pipeline_parallel.pipeline import theoretical_bubble
-
     bubble = theoretical_bubble(parallel.pipeline, microbatches, stages_per_rank)
     return PipelinePlan(tuple(stages), tuple(cuts), manager, bubble, tuple(shape))
 
@@ -447,12 +450,6 @@ def _stage_budgets(
     parallel = config.parallel
     microbatches = microbatches_per_step(config)
     replicas = (parallel.data or 1) * parallel.ensemble * plan.manager.domain_parallel_size
-    from credit_dp.pipeline_parallel.pipeline import (  # late, as above
-        count_gathers,
-        peak_saved_bytes,
-        schedule_actions,
-    )
-
     order = schedule_actions(
         parallel.schedule, rank, parallel.pipeline, microbatches, parallel.virtual_stages
     )

@@ -12,14 +12,13 @@ import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import product
 from pathlib import Path
 
 from credit_dp import checks
 from credit_dp.checks import did_you_mean
 from credit_dp.cli.arguments import common_parser, parse_arguments, run_subcommand
-from credit_dp.cli.compose import Composer, check_run_config
-from credit_dp.cli.sweep_jobs import check_resume, override_choices
+from credit_dp.cli.compose import Composer
+from credit_dp.cli.sweep_jobs import check_resume, compose_combinations, override_choices
 from credit_dp.config import Config
 from credit_dp.distributed.placement import (
     ClusterNodes,
@@ -106,11 +105,10 @@ def print_script(arguments: Sequence[str], program: str) -> int:
     overrides = composer.parse(
         [text for text in args.overrides if text.partition("=")[0] not in own_keys]
     )
-    runs = [list(texts) for texts in product(*override_choices(overrides, composer))]
-    configs = [composer.compose_config(run) for run in runs]
+    combinations = compose_combinations(composer, override_choices(overrides, composer))
+    runs, configs = zip(*combinations, strict=True)
     for config in configs:
         check_resume(config)
-        check_run_config(config)
     if len(runs) > 1 and configs[0].run.dir:
         raise UserError(
             "run.dir: the jobs of an array need different folders. Give run.name instead."

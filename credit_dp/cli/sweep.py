@@ -12,14 +12,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
-from itertools import product
 from pathlib import Path
 from typing import final
 
 from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf, read_write
 
-from credit_dp.cli.compose import Composer, check_run_config
+from credit_dp.cli.compose import Composer
 from credit_dp.cli.folders import (
     SWEEP_FILE,
     check_sweep_folder,
@@ -37,6 +36,7 @@ from credit_dp.cli.sweep_jobs import (
     Job,
     JobProcess,
     check_resume,
+    compose_combinations,
     failure_cause,
     override_choices,
     plan_jobs,
@@ -124,12 +124,9 @@ def sweep(composer: Composer, overrides: Sequence[Override], options: Sequence[s
 
 def check_combinations(composer: Composer, overrides: Sequence[Override]) -> list[Config]:
     """Check every combination without starting any; return their configs."""
-    configs = []
-    for texts in product(*compose_sweep(composer, overrides)[0]):
-        config = composer.compose_config(texts)
-        check_run_config(config)
-        check_sweep_folder(config.run)
-        configs.append(config)
+    choices, _ = compose_sweep(composer, overrides)
+    configs = [config for _, config in compose_combinations(composer, choices)]
+    check_sweep_folder(configs[0].run)  # that of all runs
     return configs
 
 

@@ -78,8 +78,18 @@ class Job:
         return [*interpreter(), "-m", "credit_dp", "train", *self.arguments]
 
 
+def compose_combinations(
+    composer: Composer, choices: Sequence[Sequence[str]]
+) -> list[tuple[tuple[str, ...], Config]]:
+    """Return the overrides and the checked config of each combination, the last key fastest."""
+    combinations = [(texts, composer.compose_config(texts)) for texts in product(*choices)]
+    for _, config in combinations:
+        check_run_config(config)
+    return combinations
+
+
 def plan_jobs(composer: Composer, choices: Sequence[Sequence[str]], sweep: Path) -> list[Job]:
-    """Return a job for each combination of the choices, the last key varying fastest."""
+    """Return a job for each combination of the choices."""
     folders = [path for path in sweep.glob("*") if path.name.isdecimal() and path.is_dir()]
     known_folders = {
         job_identity(earlier): folder
@@ -88,9 +98,7 @@ def plan_jobs(composer: Composer, choices: Sequence[Sequence[str]], sweep: Path)
     }
     next_number = max((int(folder.name) for folder in folders), default=-1) + 1
     jobs = []
-    for texts in product(*choices):
-        config = composer.compose_config(texts)
-        check_run_config(config)
+    for texts, config in compose_combinations(composer, choices):
         overrides = tuple(text for text in texts if not text.lstrip("+").startswith(LAUNCH_KEYS))
         folder = known_folders.get(job_identity(overrides))
         if folder is None:

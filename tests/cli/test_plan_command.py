@@ -163,7 +163,6 @@ REFUSED = {
 MORE_REFUSED = {
     "data.grid=4x8": "model.channels: 3 levels need at least",
     "parallel.data=3": "data.batch_size: needs a multiple of",
-    "data.forcing=[x]": "data.forcing: the quickstart climate has no",
     "data=zarr data.store=/nope": "/nope: no such zarr store",
 }
 

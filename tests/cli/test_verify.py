@@ -102,10 +102,6 @@ REFUSED = {
     "parallel.domain=3 data.grid=8x16": (
         "parallel.domain: the model's coarsest level has 2 of the grid's 8 rows"
     ),
-    "parallel.domain=2 data.grid=721": "data.grid: needs ROWSxCOLUMNS",
-    "parallel.domain=2 data.static=[soil]": (
-        "data.static: the quickstart climate has no variable soil"
-    ),
 }
 
 

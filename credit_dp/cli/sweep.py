@@ -86,7 +86,6 @@ def sweep(composer: Composer, overrides: Sequence[Override], options: Sequence[s
 
     Each job gets the `options` of the command line as well.
 
-
     Raises:
         UserError: a job can't run; none has been started.
     """

@@ -191,6 +191,9 @@ MORE_VALUES = {
     ),
     "-m --check seed=0,1 model.channels=[8],[9]": "model.groups",
     "seed=99999999999999999999": "seed: needs an integer from 0 to 9223",
+    "data.quickstart.truncation=600": (
+        "data.quickstart.truncation: needs a number from 5 to 255, got 600"
+    ),
     "data.quickstart.start=NaT": "data.quickstart.start: needs a date .*'NaT'",
     "data.quickstart.start=20010101": "data.quickstart.start: needs a date",
     "'loss.variable_weight={2m_temperature: -1}'": (

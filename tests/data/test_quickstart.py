@@ -306,7 +306,6 @@ def test_progress_reaches_the_end(tmp_path):
 @each(
     "config, grid, key",
     [
-        (QuickstartConfig(truncation=600), None, "data.quickstart.truncation"),
         (QuickstartConfig(start="soon"), None, "data.quickstart.start"),
         (QuickstartConfig(start="2001-01-01T06"), None, "data.quickstart.start"),
         (QuickstartConfig(), (2, 4), "data.grid"),

@@ -90,7 +90,7 @@ def train(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(training_config, "find_plugins", find_recorder)
         patch.setattr(Validation, "__call__", validated)
-        ranks = RankInfo(manager.rank, manager.world_size)
+        ranks = RankInfo(manager.rank, manager.world_size, manager.rank, manager.world_size)
         assert run(replace(config, parallel=parallel), ranks) == 0
     return list(CALLS)
 

@@ -47,7 +47,10 @@ def fresh():
 def train_run(manager: DomainParallelManager, config: Config) -> int:
     """Train a whole run on these ranks, and return its exit code."""
     parallel = replace(config.parallel, domain=manager.domain_world_size)
-    return run(replace(config, parallel=parallel), RankInfo(manager.rank, manager.world_size))
+    return run(
+        replace(config, parallel=parallel),
+        RankInfo(manager.rank, manager.world_size, manager.rank, manager.world_size),
+    )
 
 
 def interrupted(manager: DomainParallelManager, config: Config, sent: int) -> int:

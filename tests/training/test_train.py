@@ -288,7 +288,10 @@ def whole_run(manager: DomainParallelManager, config: Config) -> int:
     parallel = replace(config.parallel, domain=manager.domain_world_size)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(DRAW_PLOTS, "1")
-        return run(replace(config, parallel=parallel), RankInfo(manager.rank, manager.world_size))
+        return run(
+            replace(config, parallel=parallel),
+            RankInfo(manager.rank, manager.world_size, manager.rank, manager.world_size),
+        )
 
 
 @pytest.mark.slow

@@ -33,9 +33,9 @@ VARYING_KEYS = (
 def find_series(sweep: Sweep) -> list[list[Row]]:
     """Return all series among the runs of a sweep, each with its rows by rising ranks.
 
-    A row has the columns of `timing_of`, `speed_up` and `efficiency`, and of its series the title
-    (`series`), the `axis` whose ranks differ, and the `kind`: `strong` with the same grid and
-    batch, `weak` with the same rows or samples of each rank.
+    A row has the columns of `measure_timing`, `speed_up` and `efficiency`. It also has those of its
+    series: the title (`series`), the `axis` whose ranks differ, and the `kind`, which is `strong`
+    with the same grid and batch, and `weak` with the same rows or samples of each rank.
     """
     timed = [(job, timing) for job in sweep.jobs if (timing := measure_timing(job)) is not None]
     series: list[list[Row]] = []

@@ -36,9 +36,10 @@ class SweepTable:
 
 
 def sweep_table(sweep: Sweep, metric: str = "", sort: str = "metric") -> SweepTable:
-    """Return the table of a sweep, sorted by a column, with - before it in the opposite order.
+    """Return the table of a sweep, whose runs are compared by a metric; see `choose_metric`.
 
-    By the metric, the best run comes first. Runs without a value are last.
+    `sort` is a column, with - before it in the opposite order; by the metric, the best run comes
+    first. Runs without a value are last.
     """
     metric = choose_metric(sweep.jobs, metric)
     name = sort.removeprefix("-")

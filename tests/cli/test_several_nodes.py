@@ -47,7 +47,7 @@ def composed(keys: list[str]) -> Config:
     return Composer("train").compose_config(texts)
 
 
-def test_a_rank_names_the_command_that_fills_the_cache(tmp_path: Path, keys: list[str]) -> None:
+def test_a_rank_names_the_command_that_fills_the_cache(keys: list[str]) -> None:
     """After that command nothing is missing."""
     config = composed(keys)
     cache = Path(config.data.cache)
@@ -67,34 +67,21 @@ def test_a_rank_names_the_command_that_fills_the_cache(tmp_path: Path, keys: lis
     assert check_run.explain_refusal(config, keys, UserError("data: other")) == "data: other"
 
 
-def test_ranks_on_several_nodes_are_refused_unless_the_job_may_compute(
-    tmp_path: Path, keys: list[str]
-) -> None:
-    """Each rank says so itself, and opens the data once."""
-    for size, more, compute in (
-        (1, (), False),
-        (1, ("data.fit_in_job=true",), True),
-        (2, (), True),
-    ):
-        config = composed([*keys, *more])
-        ranks = RankInfo(world_size=2, local_world_size=size)
+def test_ranks_on_several_nodes_compute_nothing_unless_the_job_may(keys: list[str]) -> None:
+    computes: list[bool] = []
+
+    def prepare(*_: object, compute: bool) -> None:
+        computes.append(compute)
+        raise UserError("so far")
+
+    for ranks_of_node, more in ((1, []), (1, ["data.fit_in_job=true"]), (2, [])):
+        ranks = RankInfo(world_size=2, local_world_size=ranks_of_node)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(training_run, "build_manager", lambda *_: None)
-            patch.setattr(training_run, "prepare_training_data", Prepared.refuse)
-            with pytest.raises(Prepared) as caught:
-                training_run.run(config, ranks)
-        assert caught.value.compute is compute, (size, more)
-
-
-class Prepared(Exception):  # noqa: N818
-    """Ends a run where it prepares its data."""
-
-    def __init__(self, compute: bool) -> None:
-        self.compute = compute
-
-    @classmethod
-    def refuse(cls, *_: object, compute: bool) -> None:
-        raise cls(compute)
+            patch.setattr(training_run, "prepare_training_data", prepare)
+            with pytest.raises(UserError, match="so far"):
+                training_run.run(composed([*keys, *more]), ranks)
+    assert computes == [False, True, True]
 
 
 @pytest.mark.slow

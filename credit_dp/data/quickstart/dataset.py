@@ -43,9 +43,8 @@ FIELDS_PER_STEP = 14  # two-dimensional fields in one time step
 def store_name(config: QuickstartConfig, grid: tuple[int, int] | None) -> str:
     """Return the store's folder name: it differs whenever the content would."""
     rows, columns = config.grid_or_default(grid)
-    settings = [asdict(config), asdict(Physics()), rows, columns, VERSION]
-    fingerprint = sha256(dumps(settings, sort_keys=True).encode()).hexdigest()[:12]
-    return f"quickstart-T{config.truncation}-{rows}x{columns}-{fingerprint}.zarr"
+    digest = fingerprint(asdict(config), asdict(Physics()), rows, columns, VERSION)[:12]
+    return f"quickstart-T{config.truncation}-{rows}x{columns}-{digest}.zarr"
 
 
 @final

@@ -42,7 +42,7 @@ from credit_dp.data.statistics import Statistics
 from credit_dp.data.store import Store
 from credit_dp.distributed.worker import set_precision
 from credit_dp.domain_parallel import DomainParallelManager
-from credit_dp.training import build_training, cuda_graph, non_finite
+from credit_dp.training import build_training, cuda_graph, trainer
 
 MODELS = ("unet_base", "pangu_base", "crossformer_base")
 GRID = (721, 1440)
@@ -80,7 +80,7 @@ def one_of(domain: int) -> Iterator[DomainParallelManager]:
     try:
         with (
             patch.object(build_training, "build_chunk_exchange", return_value=None),
-            patch.object(non_finite, "MAX_CONSECUTIVE_SKIPS", 1000),
+            patch.object(trainer, "MAX_CONSECUTIVE_SKIPS", 1000),
         ):
             yield DomainParallelManager(domain, domain)
     finally:

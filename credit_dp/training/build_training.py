@@ -107,8 +107,10 @@ def build_training(
     parameters = named_parameters(model.parts)
     layout = state_layout(parameters, config.optimizer, config.parallel)
     factors = learning_rate_factors(model.parts, config.optimizer)
-    late = config.trainer.check_finite == "late"
-    optimizer = build_optimizer(parameters, config.optimizer, factors, can_leave_out=late)
+    skips_on_device = config.trainer.check_finite == "late"
+    optimizer = build_optimizer(
+        parameters, config.optimizer, factors, skips_on_device=skips_on_device
+    )
     schedule = build_schedule(optimizer, config.optimizer, config.trainer.steps)
     data = describe_data(prepared, config.model)
     average = None

@@ -93,7 +93,7 @@ class StepGraph:
         self._draws: dict[tuple[int, int], tuple[nn.Module, Draws]] = {}
         self._step: _CapturedStep | None = None
 
-    def __call__(self, batch: Batch, prepare: PrepareForward) -> Tensor:
+    def __call__(self, batch: Batch, prepare_forward: PrepareForward) -> Tensor:
         """Compute the gradients of a batch, as `forward_backward` does; collective.
 
         Gradients have to be None before.
@@ -107,14 +107,14 @@ class StepGraph:
             self._shapes = _shapes(batch)
         self._steps += 1
         if self._steps <= WARM_UP:
-            return self.forward_backward(batch, self._noting_draws(prepare))
+            return self.forward_backward(batch, self._noting_draws(prepare_forward))
         if self._step is None:
             # What one rank alone refuses, all refuse: nothing is sent before the first replay.
             self._step = run_on_all_ranks(lambda: self._captured(batch))
         for own, new in zip(_tensors(self._step.batch), _tensors(batch), strict=True):
             own.copy_(new)
         for numbers, (part, draws) in self._draws.items():
-            prepare(part, *numbers)
+            prepare_forward(part, *numbers)
             for layer, own_draws in draws:
                 _copy_draws(own_draws, layer.draws)
         self._step.replay()
@@ -143,11 +143,11 @@ class StepGraph:
             else [("loss", error)]
         )
 
-    def _noting_draws(self, prepare: PrepareForward) -> PrepareForward:
-        """Return a function that calls `prepare`, and keeps what it has drawn."""
+    def _noting_draws(self, prepare_forward: PrepareForward) -> PrepareForward:
+        """Return a function that calls `prepare_forward`, and keeps what it has drawn."""
 
         def note(part: nn.Module, micro: int, forecast_step: int) -> None:
-            prepare(part, micro, forecast_step)
+            prepare_forward(part, micro, forecast_step)
             draws = [(layer, layer.draws) for layer in layers_with_draws(part)]
             self._draws[micro, forecast_step] = part, draws
 

@@ -131,22 +131,18 @@ class ForecastStep:
         state: Tensor,
         forcings: Iterable[Tensor],
         static: Tensor,
-        begin: Callable[[int], None] | None = None,
         given: Iterable[Tensor] | None = None,
     ) -> Iterator[Tensor]:
         """Yield the fields after one step, two steps and so on, one for each forcing.
 
         Each forcing is that of the time from which its step starts. If `state` has several states,
-        each step drops the oldest. `begin` is called with the number of each step, from 1, before
-        it. With a rim, `given` are the states after each step, `(B, C or more, h, W)`, of which
-        each point takes its share.
+        each step drops the oldest. With a rim, `given` are the states after each step, `(B, C or
+        more, h, W)`, of which each point takes its share.
         """
         if self.given_share is not None and given is None:
             raise ValueError("the rim of each state has to be given")
         after = repeat(None) if self.given_share is None or given is None else given
-        for step, (forcing, truth) in enumerate(zip(forcings, after, strict=False), start=1):
-            if begin is not None:
-                begin(step)
+        for forcing, truth in zip(forcings, after, strict=False):
             fields = self(state, forcing, static)
             if truth is not None and self.given_share is not None:
                 fields = self._with_given(fields, truth, self.given_share)
@@ -212,20 +208,20 @@ class EnsembleForecast:
             each of the results is `(B, M, C + D, h, W)`, with the members of all ranks.
         """
         keys = [time_key(time) for time in times]
+        members, count = self.members, len(self.members)
 
-        def begin(step: int) -> None:
-            if self.draw is not None:
-                members = self.members
-                self.draw([(self.seed, key, member, step) for key in keys for member in members])
+        def draw_and_repeat() -> Iterator[Tensor]:
+            # A step takes its forcing at its beginning: the noise is that of this step.
+            for step, forcing in enumerate(forcings, start=1):
+                if self.draw is not None:
+                    self.draw([(self.seed, key, m, step) for key in keys for m in members])
+                yield repeat_members(forcing, count)
 
-        count = len(self.members)
-        repeated = (repeat_members(forcing, count) for forcing in forcings)
         rims = None if given is None else (repeat_members(fields, count) for fields in given)
         state, static = repeat_members(state, count), repeat_members(static, count)
-        for fields in self.step.rollout(state, repeated, static, begin, rims):
-            members = fields.view(-1, count, *fields.shape[1:])
-            of_ranks = self.ensemble.all_gather(members)
-            yield of_ranks.transpose(0, 1).flatten(1, 2)
+        for fields in self.step.rollout(state, draw_and_repeat(), static, rims):
+            own = fields.view(-1, count, *fields.shape[1:])
+            yield self.ensemble.all_gather(own).transpose(0, 1).flatten(1, 2)
 
 
 def build_forecast_step(

@@ -6,7 +6,6 @@ import contextlib
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
-from functools import partial
 from typing import TYPE_CHECKING, final
 
 import torch
@@ -185,7 +184,7 @@ class ForwardBackward(ABC):
         return len(self.loss.scale)
 
     @abstractmethod
-    def __call__(self, batch: Batch, prepare: PrepareForward) -> Tensor:
+    def __call__(self, batch: Batch, prepare_forward: PrepareForward) -> Tensor:
         """Add to the gradients, and return this rank's share of the batch's loss; collective."""
 
     def bubble_message(self) -> str:
@@ -231,7 +230,7 @@ class ModelForwardBackward(ForwardBackward):
         self.forecast = forecast
         self.sum_whole_gradients = sum_whole_gradients
 
-    def __call__(self, batch: Batch, prepare: PrepareForward) -> Tensor:
+    def __call__(self, batch: Batch, prepare_forward: PrepareForward) -> Tensor:
         """Add to the gradients, and return this rank's share of the batch's loss; collective.
 
         Gradients are sent once, after the last micro-batch. Until then a rank adds up those of its
@@ -243,12 +242,12 @@ class ModelForwardBackward(ForwardBackward):
         """
         self.channel_losses = self.zero_losses(self._rollout_length(batch))
         for micro, part in enumerate(batch.split(self.n_microbatches)):
-            begin = partial(prepare, self.model, micro)
             last = micro == self.n_microbatches - 1
             before = self._gradient_states() if last else []
             with self._gradient_sync(last):
                 with profile_region(FORWARD):
-                    losses = self._compute_losses(part, begin) / self.n_microbatches
+                    losses = self._compute_losses(part, micro, prepare_forward)
+                    losses = losses / self.n_microbatches
                 if not losses.requires_grad:
                     raise UserError(
                         "model: the loss depends on no parameter that is trained, so that nothing "
@@ -261,7 +260,7 @@ class ModelForwardBackward(ForwardBackward):
         self._check_all_parameters_used(before)
         return self.channel_losses.mean(0).sum()
 
-    def _compute_losses(self, part: Batch, begin: Callable[[int], None]) -> Tensor:
+    def _compute_losses(self, part: Batch, micro: int, prepare_forward: PrepareForward) -> Tensor:
         """Return what each channel adds to the loss of each step: `(steps, C)`."""
         members = self.members
         steps = self._rollout_length(part)
@@ -269,10 +268,12 @@ class ModelForwardBackward(ForwardBackward):
         forcings = (repeat_members(x, members) for x in part.forcing.tensor_split(steps, dim=1))
         state, static = repeat_members(part.state, members), repeat_members(part.static, members)
         given = (repeat_members(x, members) for x in targets)
-        forecasts = self.forecast.rollout(state, forcings, static, begin, given)
-        # Targets first: `zip` then ends before the rollout computes a state that nobody needs.
-        pairs = zip(targets, forecasts, strict=False)
-        return torch.stack([self.loss.by_channel(forecast, target) for target, forecast in pairs])
+        forecasts = self.forecast.rollout(state, forcings, static, given)
+        losses = []
+        for step, target in enumerate(targets, start=1):
+            prepare_forward(self.model, micro, step)
+            losses.append(self.loss.by_channel(next(forecasts), target))
+        return torch.stack(losses)
 
     def _rollout_length(self, batch: Batch) -> int:
         return batch.target.shape[1] // self.channels
@@ -347,7 +348,7 @@ class PipelineForwardBackward(ForwardBackward):
         self.forecast = forecast
         self.group = group
 
-    def __call__(self, batch: Batch, prepare: PrepareForward) -> Tensor:
+    def __call__(self, batch: Batch, prepare_forward: PrepareForward) -> Tensor:
         """Add to the gradients, and return this rank's share of the batch's loss; collective.
 
         The share is zero on ranks that do not hold the last stage.
@@ -368,10 +369,10 @@ class PipelineForwardBackward(ForwardBackward):
             self.channel_losses += losses.detach()
             return losses.sum() * self.ranks_per_sample
 
-        def begin(part: int, micro: int) -> None:
-            prepare(self.pipeline.stage_modules[part], micro, 1)
+        def prepare_stage(stage: int, micro: int) -> None:
+            prepare_forward(self.pipeline.stage_modules[stage], micro, 1)
 
-        total = self.pipeline.forward_backward(inputs, targets, loss, begin)
+        total = self.pipeline.forward_backward(inputs, targets, loss, prepare_stage)
         if self.group is not None:
             parameters = (p for part in self.pipeline.stage_modules for p in part.parameters())
             average_gradients(parameters, self.group)

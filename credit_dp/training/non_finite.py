@@ -1,30 +1,23 @@
-"""Non-finite (NaN or infinite) losses and gradients: where they began, and what a run does then."""
+"""Finds where a NaN or infinity began, by computing the step again."""
 
 from __future__ import annotations
 
-import logging
-import math
-import statistics
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
 
-from credit_dp.config.training import TrainerConfig
 from credit_dp.data.loader import Batch
 from credit_dp.distributed.collectives import all_gather_object
 from credit_dp.domain_parallel import DomainParallelManager
-from credit_dp.errors import UserError
 from credit_dp.torch_private import is_compiler_imported
 from credit_dp.training.data_description import DataDescription
 from credit_dp.training.forward_backward import ForwardBackward, PrepareForward
 from credit_dp.training.replicas import local_tensor, replica_name
 from credit_dp.training.state import TrainingState
-from credit_dp.training.step_agreement import AgreedStep
 
 NOT_REPRODUCED = (
     "Computed again, everything was finite: look for faulty hardware, and for numbers that are not "
@@ -198,239 +191,3 @@ def iter_tensors(output: Any) -> Iterator[Tensor]:
 def all_finite(value: Tensor) -> bool:
     """Whether all entries, or all those of this rank's shard, are finite."""
     return bool(torch.isfinite(local_tensor(value)).all())
-
-
-MIN_NORMS = 20  # accepted gradient norms that are needed before a new one is compared with them
-MAX_CONSECUTIVE_SKIPS = 10  # the run ends when this many steps in a row had to be skipped
-
-logger = logging.getLogger(__name__)
-
-
-@final
-class StepCheck(NamedTuple):
-    """The loss of the global batch, the global gradient norm, and whether to take the step.
-
-    Attributes:
-        loss: of the global batch; None until a late check is read.
-        grad_norm: before clipping; None until a late check is read.
-        accepted: whether to take the step, as far as the host knows.
-        stop_signal: the signal for which all ranks stop after this step; 0: none.
-        rejected: of a late check: 1 on the device if the step must not be taken, otherwise 0.
-    """
-
-    loss: float | None
-    grad_norm: float | None
-    accepted: bool
-    stop_signal: int = 0
-    rejected: Tensor | None = None
-
-
-@final
-class LateCheck(NamedTuple):
-    """The check of a step that the host has not read yet.
-
-    Attributes:
-        step: the number of steps that were taken before.
-        numbers: on their way to the host's memory, or there.
-        arrival: of the numbers; None if they are there.
-        diagnose: see `NonFiniteGuard.check`.
-    """
-
-    step: int
-    numbers: Tensor
-    arrival: torch.cuda.Event | None
-    diagnose: Callable[[], str]
-
-    def read(self) -> list[float]:
-        """Return the numbers; waits until they are there, not for what was launched later."""
-        if self.arrival is not None:
-            self.arrival.synchronize()
-        return self.numbers.tolist()
-
-
-@final
-class NonFiniteGuard:
-    """Decides after each backward pass whether the optimizer may take its step.
-
-    `history` holds the gradient norms of earlier steps and belongs into checkpoints.
-
-    Args:
-        config: of the trainer.
-        state: the state that a step would change.
-        manager: this rank's coordinates on the mesh.
-
-    Attributes:
-        newest_checkpoint: returns the newest checkpoint or None; called on rank 0 when training
-            stops.
-    """
-
-    def __init__(
-        self, config: TrainerConfig, state: TrainingState, manager: DomainParallelManager
-    ) -> None:
-        self.config = config
-        self.state = state
-        self.manager = manager
-        self.newest_checkpoint: Callable[[], Path | None] = lambda: None
-        self.history = state.history
-        self.buffers: list[Tensor] = []
-        self.unread: LateCheck | None = None
-
-    def save_buffers(self) -> None:
-        """Keep a copy of the buffers that a forward pass may change, if steps may be skipped."""
-        if self.config.on_nonfinite == "skip":
-            self.buffers = [buffer.clone() for buffer in self._persistent_buffers()]
-
-    def check(self, numbers: Tensor, diagnose: Callable[[], str], late: bool = False) -> StepCheck:
-        """Return whether to take the step, and what the ranks have agreed on; collective.
-
-        All ranks get the same answer, for it follows from the same numbers.
-
-        Args:
-            numbers: of this step, as `reduce_step` returns them.
-            diagnose: finds the origin of a non-finite number; collective, and returns the same
-                sentence on every rank.
-            late: whether the host reads this check in the next call only; it does so now if the
-                step before says that training stops.
-
-        Raises:
-            UserError: training has to stop, because of this step or of the one before, if its check
-                was late; the same line on all ranks.
-        """
-        # Every decision before this one is known from here on: the history is complete.
-        stop_signal = self._read_late_check()
-        if late and not stop_signal:
-            return self._check_on_device(numbers, diagnose)
-        check = self._judge(numbers.tolist(), diagnose)
-        if not check.accepted:
-            self._undo_step()
-        return check._replace(stop_signal=stop_signal or check.stop_signal)
-
-    def _check_on_device(self, numbers: Tensor, diagnose: Callable[[], str]) -> StepCheck:
-        """Decide on the device, as `_judge` will in the next step, and undo what forward changed.
-
-        The next forward may start from a step that was left out, as it would if the host had left
-        it out.
-        """
-        loss, norm = numbers[:2]
-        accepted = torch.isfinite(loss) & torch.isfinite(norm) & (norm <= self._largest_norm())
-        if self.buffers:
-            with torch.no_grad():
-                for buffer, before in zip(self._persistent_buffers(), self.buffers, strict=True):
-                    buffer.copy_(torch.where(accepted.to(buffer.device), buffer, before))
-        arrival = None
-        if numbers.is_cuda:
-            numbers = numbers.to("cpu", non_blocking=True)  # into pinned memory
-            arrival = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            arrival.record()
-        self.unread = LateCheck(self.state.step, numbers, arrival, diagnose)
-        return StepCheck(None, None, accepted=True, rejected=~accepted)
-
-    def _read_late_check(self) -> int:
-        """Do what is left to do for the step before, if its check was late; collective.
-
-        Its gradients are gone, but not its batch and not the weights and moments that it started
-        from, if it was rejected: no later step was taken.
-
-        Returns:
-            The signal for which all ranks stop; 0: none.
-
-        Raises:
-            UserError: see `check`. The state is then that before the rejected step.
-        """
-        unread, self.unread = self.unread, None
-        if unread is None:
-            return 0
-        now, self.state.step = self.state.step, unread.step
-        check = self._judge(unread.read(), unread.diagnose)
-        self.state.step = now
-        if check.accepted and self.state.average is not None:
-            self.state.average.update()
-        return check.stop_signal
-
-    def _judge(self, numbers: Sequence[float], diagnose: Callable[[], str]) -> StepCheck:
-        """Decide on the step after `state.step`, and write the decision into the history.
-
-        Args:
-            numbers: see `check`.
-            diagnose: see `check`.
-        """
-        loss, grad_norm, stop_signal = AgreedStep.read(numbers)
-        finite = math.isfinite(loss) and math.isfinite(grad_norm)
-        if finite:
-            fault = self._explosion_message(grad_norm)
-        else:
-            fault = (
-                f"the loss has to stay finite, but is {loss} with gradient norm {grad_norm} at "
-                f"step {self.state.step + 1}"
-            )
-        if not fault:
-            self.history.norms.append(grad_norm)
-            self.history.in_a_row = 0
-            return StepCheck(loss, grad_norm, accepted=True, stop_signal=stop_signal)
-        self.history.in_a_row += 1
-        if self.config.on_nonfinite == "stop" or self.history.in_a_row >= MAX_CONSECUTIVE_SKIPS:
-            raise UserError(self._error_message(fault, "" if finite else diagnose()))
-        self._record_skip(fault)
-        return StepCheck(loss, grad_norm, accepted=False, stop_signal=stop_signal)
-
-    def metrics(self) -> dict[str, float]:
-        """Return the number of steps that the run has skipped, for the log."""
-        return {"skipped": self.history.skipped} if self.config.on_nonfinite == "skip" else {}
-
-    def _largest_norm(self) -> float:
-        """Return the largest norm that the coming step may have."""
-        norms = self.history.norms
-        if self.config.exploding is None or len(norms) < MIN_NORMS:
-            return math.inf
-        return self.config.exploding * statistics.median(norms) or math.inf
-
-    def _explosion_message(self, norm: float) -> str:
-        """Return what is wrong with a finite norm, or an empty string."""
-        if norm <= self._largest_norm():
-            return ""
-        norms = self.history.norms
-        return (
-            f"the gradient norm is {norm:.3g} at step {self.state.step + 1}, "
-            f"{norm / statistics.median(norms):.3g} times the median of the last {len(norms)}; at "
-            f"most trainer.exploding={self.config.exploding:g} times is allowed"
-        )
-
-    def _error_message(self, fault: str, finding: str) -> str:
-        """Return the line that ends the run; collective."""
-        newest = self.newest_checkpoint() if self.manager.rank == 0 else None
-        path = all_gather_object(newest)[0]
-        saved = "There is no checkpoint yet" if path is None else f"The last checkpoint is {path}"
-        often = f", {self.history.in_a_row} times in a row" if self.history.in_a_row > 1 else ""
-        advice = (
-            f"Lower optimizer.lr (now {self.state.schedule.base_lrs[0]}) or trainer.gradient_clip "
-            f"(now {self.config.gradient_clip})"
-        )
-        if self.config.on_nonfinite == "stop":
-            advice += ", or skip such steps with trainer.on_nonfinite=skip"
-        return f"trainer: {fault}{often}. {finding}The step was not taken. {saved}. {advice}."
-
-    def _record_skip(self, fault: str) -> None:
-        """Count a step that is left out, and say so."""
-        self.history.skipped += 1
-        if self.manager.rank == 0:
-            logger.warning(
-                "%s: skipped (%d in a row; the run stops at %d)",
-                fault,
-                self.history.in_a_row,
-                MAX_CONSECUTIVE_SKIPS,
-            )
-
-    def _undo_step(self) -> None:
-        """Restore everything to what it was before the step."""
-        with torch.no_grad():
-            for buffer, before in zip(self._persistent_buffers(), self.buffers, strict=True):
-                buffer.copy_(before)
-        # A step without gradients changes nothing, but the schedule warns if there was none.
-        self.state.optimizer.zero_grad(set_to_none=True)
-        self.state.optimizer.step()
-
-    def _persistent_buffers(self) -> Iterator[Tensor]:
-        """Yield the buffers that checkpoints hold: running statistics, for example."""
-        for part in self.state.parts:
-            kept = part.state_dict(keep_vars=True)
-            yield from (buffer for name, buffer in part.named_buffers() if name in kept)

@@ -57,7 +57,7 @@ def build_optimizer(
     config: OptimizerConfig,
     factors: Mapping[str, float] | None = None,
     *,
-    can_leave_out: bool = False,
+    skips_on_device: bool = False,
 ) -> Optimizer:
     """Return the optimizer of all parameters that are not frozen.
 
@@ -65,7 +65,7 @@ def build_optimizer(
         parameters: by name.
         config: of the optimizer.
         factors: of the learning rate, by the names of parameters; see `learning_rate_factors`.
-        can_leave_out: whether `step_unless` has to work: torch's fused update does it, on CPUs too.
+        skips_on_device: whether `take_step` gets `skip`, which torch's fused update reads.
 
     Raises:
         UserError: a plug-in can't build it, or a parameter can't have a fused update.
@@ -85,7 +85,7 @@ def build_optimizer(
         groups = split_matrices(groups, parameters, config)
         return Soap(groups, betas, config.eps, config.every, config.largest)
     learning = {name: p for name, p in parameters.items() if p.requires_grad}
-    for name, parameter in learning.items() if can_leave_out else ():
+    for name, parameter in learning.items() if skips_on_device else ():
         if not parameter.is_floating_point():
             raise UserError(
                 f"trainer.check_finite: late needs real parameters, but {name} is "
@@ -97,23 +97,21 @@ def build_optimizer(
                 f"has the strides {tuple(parameter.stride())}. Set trainer.check_finite=step."
             )
     # None: torch chooses
-    fused = True if can_leave_out or can_fuse(learning.values()) else None
+    fused = True if skips_on_device or can_fuse(learning.values()) else None
     return AdamW(groups, lr=config.lr, betas=betas, eps=config.eps, fused=fused)
 
 
-def step_unless(optimizer: Optimizer, rejected: Tensor | None) -> None:
-    """Take the optimizer's step, unless a tensor on the device says otherwise.
+def take_step(optimizer: Optimizer, skip: Tensor | None = None) -> None:
+    """Take the optimizer's step.
 
-    Args:
-        optimizer: built with `can_leave_out`, if `rejected` is given.
-        rejected: of no dimensions; 1: weights, moments and counters stay; 0: the step is taken;
-            None: it is taken.
+    With `skip`, which has no dimensions, the device decides: where it is 1, weights, moments and
+    counters stay. The optimizer is then built with `skips_on_device`.
     """
-    if rejected is None:
+    if skip is None:
         optimizer.step()
         return
     # The name by which fused optimizers read what a gradient scaler has found.
-    optimizer.found_inf = rejected.float()  # type: ignore[attr-defined]
+    optimizer.found_inf = skip.float()  # type: ignore[attr-defined]
     try:
         optimizer.step()
     finally:

@@ -4,12 +4,13 @@
 """
 
 import logging
+import signal
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any, Self, final
 
 import torch
 from omegaconf import OmegaConf
@@ -27,7 +28,8 @@ from credit_dp.distributed.collectives import run_on_rank_0
 from credit_dp.distributed.failure_report import mesh_rank_name
 from credit_dp.distributed.launcher import RankInfo
 from credit_dp.distributed.mesh import build_manager, rank_device
-from credit_dp.distributed.signals import EXIT_PREEMPTED
+from credit_dp.distributed.signals import EXIT_PREEMPTED, handle_stop, signal_name
+from credit_dp.distributed.slurm import TimeLimit, job_time_limit
 from credit_dp.distributed.worker import pop_early_records
 from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.errors import UserError, counted
@@ -49,7 +51,6 @@ from credit_dp.training.console import Screen, notes_of, screen_for
 from credit_dp.training.data_description import calendar_of_fields
 from credit_dp.training.loggers import Tracker, open_tracker
 from credit_dp.training.monitoring import TrainingMonitor, Validation
-from credit_dp.training.preemption import Preemption
 from credit_dp.training.run_folder import (
     RunFolder,
     log_to_file,
@@ -65,6 +66,7 @@ from credit_dp.training.start_checks import (
 )
 from credit_dp.training.state import ValidationHistory
 from credit_dp.training.summary import summary_lines
+from credit_dp.training.trainer import agree_on_signal
 from credit_dp.training.transfer import load_initial_weights
 
 if TYPE_CHECKING:
@@ -138,6 +140,62 @@ def run(config: Config, ranks: RankInfo) -> int:
         session.report_results(scores, last_lead, held_out, page)
         callbacks.on_end(scores.scalars())
     return 0
+
+
+@final
+class Preemption:
+    """Stops training on SIGTERM, SIGUSR1, SIGHUP and at the end of a job's time.
+
+    A signal may reach one rank only, or each rank during another step: it is recorded here, and
+    travels with the loss (`reduce_step` in `training/trainer.py`), so that all ranks stop after the
+    same step, with a checkpoint of it. A SIGTERM that comes more than 2 seconds after the first
+    ends the process.
+    """
+
+    def __init__(self, manager: DomainParallelManager) -> None:
+        self.manager = manager
+        # The signal that reached this rank, or the parent of local ranks.
+        self.local_signal = 0
+        self.time_limit = TimeLimit(None)
+        self.handlers = ExitStack()
+
+    def __enter__(self) -> Self:
+        if self.manager.rank == 0:
+            self.time_limit = job_time_limit()
+        self.handlers.enter_context(handle_stop(self.record_signal))
+        return self
+
+    def __exit__(self, kind: object, error: object, traceback: object) -> None:
+        self.handlers.close()
+
+    def record_signal(self, number: int) -> None:
+        """Remember the number of a signal that reached this rank."""
+        self.local_signal = number
+
+    def pending_signal(self) -> int:
+        """Return the signal for which this rank has to stop, or 0; not collective.
+
+        The end of the job's time, which rank 0 watches, counts as SIGUSR1.
+        """
+        if not self.local_signal and self.time_limit.reached():
+            return int(signal.SIGUSR1)
+        return self.local_signal
+
+    def agree_on_signal(self) -> int:
+        """Return the signal for which all ranks have to stop, or 0; the same on every rank.
+
+        Collective. For use outside of steps, which agree on it themselves.
+        """
+        return agree_on_signal(self.pending_signal(), self.manager)
+
+    def stop_message(self, number: int, step: int, checkpoint: Path, keys: str) -> str:
+        """Return one line on why training stopped, and with which keys the command resumes it."""
+        time_is_up = not self.local_signal and self.time_limit.reached()
+        name = "the job's time is over" if time_is_up else signal_name(number)
+        return (
+            f"{name}: stopped after step {step}, which is saved in {checkpoint}; the same command "
+            f"with {keys} continues from there"
+        )
 
 
 @contextmanager

@@ -1,30 +1,48 @@
-"""The training step: the same on every mesh, in the order of `Trainer.train_step`."""
+"""The training step: the same on every mesh, in the order of `Trainer.train_step`.
 
-from collections.abc import Callable, Mapping
+Below it stand what the ranks agree on in a step, `reduce_step`, and `NonFiniteGuard`, which skips
+steps or ends the run.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import final
+from typing import NamedTuple, final
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from credit_dp.config import TrainerConfig
+from credit_dp.constants import constant_tensor
 from credit_dp.data.loader import Batch
-from credit_dp.distributed.collectives import sum_over_ranks
+from credit_dp.distributed.collectives import all_gather_object, sum_over_ranks
+from credit_dp.distributed.signals import STOP_SIGNALS
 from credit_dp.domain_parallel import DomainParallelManager
+from credit_dp.domain_parallel.transport import message_device
+from credit_dp.errors import UserError
 from credit_dp.models.blocks import draw_noise, draw_stochastic_depths
 from credit_dp.process import OPTIMISER, profile_region
 from credit_dp.training.augmentation import Augmentation
 from credit_dp.training.cuda_graph import StepGraph
 from credit_dp.training.diffusion import Denoising, set_level
 from credit_dp.training.forward_backward import ForwardBackward, PrepareForward, clip_gradients
-from credit_dp.training.non_finite import NonFiniteGuard, diagnose_non_finite
-from credit_dp.training.optim import seed_step, step_unless
+from credit_dp.training.non_finite import diagnose_non_finite
+from credit_dp.training.optim import seed_step, take_step
 from credit_dp.training.replicas import check_replicas
 from credit_dp.training.state import TrainingState
-from credit_dp.training.step_agreement import reduce_step
 from credit_dp.training.throughput import ThroughputMeter
+
+logger = logging.getLogger(__name__)
+
+MIN_NORMS = 20  # accepted gradient norms that are needed before a new one is compared with them
+MAX_CONSECUTIVE_SKIPS = 10  # the run ends when this many steps in a row had to be skipped
 
 
 @final
@@ -175,20 +193,20 @@ class Trainer:
         norm = clip_gradients(parameters, config.gradient_clip, manager)
 
         # 3. Reduce the loss and agree on a signal to stop: one all-reduce over all ranks. Then look
-        #    for NaN and infinity. Here the host waits for the device, unless the check is
-        #    late: then it waits for the step before, which the device has done long ago. A late
-        #    check of this step is read in the next one; of a step that is logged, and so of one
-        #    that is validated or saved, every check is read now.
-        late = config.check_finite == "late" and not self.should_log(state.step + 1)
+        #    for NaN and infinity. Here the host waits for the device, unless the device decides:
+        #    then the host waits for the step before, which the device has done long ago, and reads
+        #    the numbers of this one in the next. It reads those of a step that is logged now, and
+        #    so of one that is validated or saved.
+        on_device = config.check_finite == "late" and not self.should_log(state.step + 1)
         numbers = reduce_step(share, norm, pending_signal(), manager)
-        check = self.guard.check(numbers, partial(self.diagnose, batch), late)
+        decision = self.guard.decide(numbers, partial(self.diagnose, batch), on_device)
 
         # 4. Update the weights and their average. Each rank updates its own weights; nothing is
-        #    sent. The guard updates the average itself once a late check is read.
-        if check.accepted:
+        #    sent. Where the device decides, the guard updates the average once it knows.
+        if not decision.skip:
             with profile_region(OPTIMISER):
-                step_unless(state.optimizer, check.rejected)
-            if state.average is not None and check.rejected is None:
+                take_step(state.optimizer, decision.skip_on_device)
+            if state.average is not None and decision.skip_on_device is None:
                 state.average.update()
 
         # 5. The learning rate moves on after a skipped step, too: it follows the step's number.
@@ -200,21 +218,17 @@ class Trainer:
             check_replicas(state.parameters, manager, state.step)
 
         if not self.should_log(state.step):
-            return StepRecord(state.step, lr, stop_signal=check.stop_signal)
+            return StepRecord(state.step, lr, stop_signal=decision.stop_signal)
         extra = {**self.throughput.metrics(), **self.loss_by_field(), **self.guard.metrics()}
         return StepRecord(
-            state.step, lr, check.loss, check.grad_norm, extra, stop_signal=check.stop_signal
+            state.step, lr, decision.loss, decision.grad_norm, extra, decision.stop_signal
         )
 
-    def compute_gradients(self, batch: Batch, begin: PrepareForward | None = None) -> Tensor:
+    def compute_gradients(self, batch: Batch, observe: PrepareForward | None = None) -> Tensor:
         """Compute the gradients of the coming step, and return this rank's share of the loss.
 
         Called again with the same batch it draws the same random numbers: that is how the origin of
-        a non-finite number is found.
-
-        Args:
-            batch: this rank's rows and samples.
-            begin: called before each forward pass of a part of the model, too.
+        a non-finite number is found, by an `observe` that is called before each forward pass.
         """
         state, manager = self.state, self.manager
         # Stages draw different numbers, too; the first band of the first stage, with the first
@@ -226,30 +240,39 @@ class Trainer:
         seed_step(state.seed, state.step, manager.dp_rank, model_rank)
         state.optimizer.zero_grad(set_to_none=True)
         samples = self.sample_indices(batch)
-        members, denoising = own_members(self.config.members, manager), self.denoising
-        if denoising is not None:
-            batch = denoising(batch, state.step, [i for of_micro in samples for i in of_micro])
+        if self.denoising is not None:
+            batch = self.denoising(batch, state.step, [i for part in samples for i in part])
+        prepare_forward = partial(self.prepare_forward, samples, observe)
+        if self.graph is not None and observe is None:
+            return self.graph(batch, prepare_forward)
+        return self.forward_backward(batch, prepare_forward)
 
-        def prepare(part: nn.Module, micro: int, forecast_step: int) -> None:
-            # Per sample and member, not per rank: all bands drop the same branches, and have the
-            # same noise.
-            rows = [(sample, member) for sample in samples[micro] for member in members]
-            numbers = [sample * self.config.members + member for sample, member in rows]
-            draw_stochastic_depths(part, state.seed, state.step, numbers)
-            if denoising is not None:
-                set_level(part, denoising.levels(state.step, samples[micro]))
-            else:
-                keys = [
-                    (state.seed, state.step, sample, forecast_step, member)
-                    for sample, member in rows
-                ]
-                draw_noise(part, keys)
-            if begin is not None:
-                begin(part, micro, forecast_step)
+    def prepare_forward(
+        self,
+        samples: Sequence[range],
+        observe: PrepareForward | None,
+        part: nn.Module,
+        micro: int,
+        forecast_step: int,
+    ) -> None:
+        """Draw what a part of the model needs for its coming forward pass; see `PrepareForward`.
 
-        if self.graph is not None and begin is None:
-            return self.graph(batch, prepare)
-        return self.forward_backward(batch, prepare)
+        Numbers are drawn per sample and member, not per rank: all bands drop the same branches, and
+        have the same noise. `samples` are those of each micro-batch.
+        """
+        state, members = self.state, own_members(self.config.members, self.manager)
+        rows = [(sample, member) for sample in samples[micro] for member in members]
+        numbers = [sample * self.config.members + member for sample, member in rows]
+        draw_stochastic_depths(part, state.seed, state.step, numbers)
+        if self.denoising is not None:
+            set_level(part, self.denoising.levels(state.step, samples[micro]))
+        else:
+            keys = [
+                (state.seed, state.step, sample, forecast_step, member) for sample, member in rows
+            ]
+            draw_noise(part, keys)
+        if observe is not None:
+            observe(part, micro, forecast_step)
 
     def diagnose(self, batch: Batch) -> str:
         """Return a sentence on where a batch went wrong; collective."""
@@ -295,3 +318,298 @@ class Trainer:
         if self.manager.pipeline_parallel_size > 1:
             dist.all_reduce(total, group=self.manager.pipeline_group)
         return total
+
+
+@final
+class AgreedStep(NamedTuple):
+    """What all ranks know of a step: the same numbers on each of them.
+
+    `loss` is that of the global batch, `grad_norm` the norm of the global gradient before clipping,
+    `stop_signal` the signal for which all ranks stop after this step; 0: none.
+    """
+
+    loss: float
+    grad_norm: float
+    stop_signal: int
+
+    @classmethod
+    def read(cls, numbers: Sequence[float]) -> AgreedStep:
+        """Read what `reduce_step` returned."""
+        loss, grad_norm, *marks = numbers
+        return cls(loss, grad_norm, marked_signal(marks))
+
+
+def reduce_step(
+    share: Tensor, norm: Tensor, pending_signal: int, manager: DomainParallelManager
+) -> Tensor:
+    """Return the numbers of an `AgreedStep`, on the device and in float64; collective.
+
+    All travel in one message of all ranks: two ranks never see different numbers, and a step waits
+    for the device at most once. A signal may reach one rank only, or each rank during another step:
+    a rank puts a 1 into the message for the signal that reached it, and all read the same sum.
+
+    `share` is this rank's share of the loss, zero where it has none, as on early pipeline stages.
+    `norm` is that of the global gradient, the same on all ranks.
+
+    Shapes:
+        -> `(2 + stop signals,)`.
+    """
+    share = share.detach().double()
+    numbers = torch.stack([share, norm.detach().to(share)])
+    total = torch.cat([numbers, signal_marks(pending_signal, share)])
+    if manager.mesh is not None:
+        dist.all_reduce(total)
+    else:
+        total = manager.transport.all_reduce(total)
+    sizes = [manager.dp_world_size, manager.world_size, *[1] * len(STOP_SIGNALS)]
+    return total / constant_tensor(sizes, total.device, total.dtype)
+
+
+def agree_on_signal(pending_signal: int, manager: DomainParallelManager) -> int:
+    """Return the signal for which all ranks have to stop, or 0, outside of a step; collective."""
+    distributed = manager.mesh is not None
+    device = message_device() if distributed else torch.device("cpu")
+    marks = signal_marks(pending_signal, torch.zeros(0, device=device))
+    if distributed:
+        dist.all_reduce(marks)
+    return marked_signal(marks.tolist())
+
+
+def signal_marks(number: int, like: Tensor) -> Tensor:
+    """Return a 1 for a signal, and zeros for all other stop signals; for 0 only zeros.
+
+    Shapes:
+        -> `(stop signals,)`, on the device and in the dtype of `like`.
+    """
+    marks = like.new_zeros(len(STOP_SIGNALS))
+    if number:  # a number from the host makes it wait for a GPU
+        marks[[int(each) for each in STOP_SIGNALS].index(number)] = 1
+    return marks
+
+
+def marked_signal(marks: Sequence[float]) -> int:
+    """Return the largest signal that is marked in the sum of all ranks' marks; 0: none."""
+    return max(
+        (int(number) for number, mark in zip(STOP_SIGNALS, marks, strict=True) if mark), default=0
+    )
+
+
+@final
+class StepDecision(NamedTuple):
+    """Whether to update the weights, decided alike by all ranks after the backward pass.
+
+    Attributes:
+        loss: of the global batch; None if only the device knows it yet.
+        grad_norm: before clipping; None if only the device knows it yet.
+        skip: whether to leave out the update, as far as the host knows.
+        stop_signal: the signal for which all ranks stop after this step; 0: none.
+        skip_on_device: 1 on the device if the update has to be left out, else 0; None: the host
+            has decided.
+    """
+
+    loss: float | None
+    grad_norm: float | None
+    skip: bool
+    stop_signal: int = 0
+    skip_on_device: Tensor | None = None
+
+
+@final
+class UnreadStep(NamedTuple):
+    """A step on which the device has decided, and whose numbers the host has not read yet.
+
+    Attributes:
+        step: the number of steps that were taken before.
+        numbers: on their way to the host's memory, or there.
+        arrival: of the numbers; None if they are there.
+        diagnose: see `NonFiniteGuard.decide`.
+    """
+
+    step: int
+    numbers: Tensor
+    arrival: torch.cuda.Event | None
+    diagnose: Callable[[], str]
+
+    def read(self) -> list[float]:
+        """Return the numbers; waits until they are there, not for what was launched later."""
+        if self.arrival is not None:
+            self.arrival.synchronize()
+        return self.numbers.tolist()
+
+
+@final
+class NonFiniteGuard:
+    """Decides after each backward pass whether the optimizer may take its step.
+
+    It does not if the loss or the gradient is not finite, or the gradient has exploded. The
+    gradient norms of earlier steps, `history`, are part of checkpoints. `newest_checkpoint` is
+    called on rank 0 when training stops.
+    """
+
+    def __init__(
+        self, config: TrainerConfig, state: TrainingState, manager: DomainParallelManager
+    ) -> None:
+        self.config = config
+        self.state = state
+        self.manager = manager
+        self.newest_checkpoint: Callable[[], Path | None] = lambda: None
+        self.history = state.history
+        self.buffers: list[Tensor] = []
+        self.unread: UnreadStep | None = None
+
+    def save_buffers(self) -> None:
+        """Keep a copy of the buffers that a forward pass may change, if steps may be skipped."""
+        if self.config.on_nonfinite == "skip":
+            self.buffers = [buffer.clone() for buffer in self._persistent_buffers()]
+
+    def decide(
+        self, numbers: Tensor, diagnose: Callable[[], str], on_device: bool = False
+    ) -> StepDecision:
+        """Decide on the update; collective, with the same result on all ranks.
+
+        Args:
+            numbers: of this step, as `reduce_step` returns them.
+            diagnose: finds the origin of a non-finite number; collective, and returns the same
+                sentence on every rank.
+            on_device: whether the device decides, and the host reads the numbers in the next call.
+                The host decides now if the step before says that training stops.
+
+        Raises:
+            UserError: training has to stop, because of this step or of the one before, if the
+                device decided on it; the same line on all ranks.
+        """
+        # Every decision before this one is known from here on: the history is complete.
+        stop_signal = self._read_step_before()
+        if on_device and not stop_signal:
+            return self._decide_on_device(numbers, diagnose)
+        decision = self._decide_on_host(numbers.tolist(), diagnose)
+        if decision.skip:
+            self._undo_step()
+        return decision._replace(stop_signal=stop_signal or decision.stop_signal)
+
+    def _decide_on_device(self, numbers: Tensor, diagnose: Callable[[], str]) -> StepDecision:
+        """Decide as `_decide_on_host` will in the next step, and undo what forward changed.
+
+        The next forward may start from a step that was left out, as it would if the host had left
+        it out.
+        """
+        loss, norm = numbers[:2]
+        is_good = torch.isfinite(loss) & torch.isfinite(norm) & (norm <= self._largest_norm())
+        if self.buffers:
+            with torch.no_grad():
+                for buffer, before in zip(self._persistent_buffers(), self.buffers, strict=True):
+                    buffer.copy_(torch.where(is_good.to(buffer.device), buffer, before))
+        arrival = None
+        if numbers.is_cuda:
+            numbers = numbers.to("cpu", non_blocking=True)  # into pinned memory
+            arrival = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            arrival.record()
+        self.unread = UnreadStep(self.state.step, numbers, arrival, diagnose)
+        return StepDecision(None, None, skip=False, skip_on_device=~is_good)
+
+    def _read_step_before(self) -> int:
+        """Do what is left to do for the step before, if the device decided on it; collective.
+
+        Its gradients are gone, but not its batch and not the weights and moments that it started
+        from, if it was skipped: no later step was taken.
+
+        Returns:
+            The signal for which all ranks stop; 0: none.
+
+        Raises:
+            UserError: see `decide`. The state is then that before the skipped step.
+        """
+        unread, self.unread = self.unread, None
+        if unread is None:
+            return 0
+        now, self.state.step = self.state.step, unread.step
+        decision = self._decide_on_host(unread.read(), unread.diagnose)
+        self.state.step = now
+        if not decision.skip and self.state.average is not None:
+            self.state.average.update()
+        return decision.stop_signal
+
+    def _decide_on_host(
+        self, numbers: Sequence[float], diagnose: Callable[[], str]
+    ) -> StepDecision:
+        """Decide on the step after `state.step`, and write the decision into the history."""
+        loss, grad_norm, stop_signal = AgreedStep.read(numbers)
+        finite = math.isfinite(loss) and math.isfinite(grad_norm)
+        if finite:
+            fault = self._explosion_message(grad_norm)
+        else:
+            fault = (
+                f"the loss has to stay finite, but is {loss} with gradient norm {grad_norm} at "
+                f"step {self.state.step + 1}"
+            )
+        if not fault:
+            self.history.norms.append(grad_norm)
+            self.history.in_a_row = 0
+            return StepDecision(loss, grad_norm, skip=False, stop_signal=stop_signal)
+        self.history.in_a_row += 1
+        if self.config.on_nonfinite == "stop" or self.history.in_a_row >= MAX_CONSECUTIVE_SKIPS:
+            raise UserError(self._error_message(fault, "" if finite else diagnose()))
+        self._record_skip(fault)
+        return StepDecision(loss, grad_norm, skip=True, stop_signal=stop_signal)
+
+    def metrics(self) -> dict[str, float]:
+        """Return the number of steps that the run has skipped, for the log."""
+        return {"skipped": self.history.skipped} if self.config.on_nonfinite == "skip" else {}
+
+    def _largest_norm(self) -> float:
+        """Return the largest norm that the coming step may have."""
+        norms = self.history.norms
+        if self.config.exploding is None or len(norms) < MIN_NORMS:
+            return math.inf
+        return self.config.exploding * statistics.median(norms) or math.inf
+
+    def _explosion_message(self, norm: float) -> str:
+        """Return what is wrong with a finite norm, or an empty string."""
+        if norm <= self._largest_norm():
+            return ""
+        norms = self.history.norms
+        return (
+            f"the gradient norm is {norm:.3g} at step {self.state.step + 1}, "
+            f"{norm / statistics.median(norms):.3g} times the median of the last {len(norms)}; at "
+            f"most trainer.exploding={self.config.exploding:g} times is allowed"
+        )
+
+    def _error_message(self, fault: str, finding: str) -> str:
+        """Return the line that ends the run; collective."""
+        newest = self.newest_checkpoint() if self.manager.rank == 0 else None
+        path = all_gather_object(newest)[0]
+        saved = "There is no checkpoint yet" if path is None else f"The last checkpoint is {path}"
+        often = f", {self.history.in_a_row} times in a row" if self.history.in_a_row > 1 else ""
+        advice = (
+            f"Lower optimizer.lr (now {self.state.schedule.base_lrs[0]}) or trainer.gradient_clip "
+            f"(now {self.config.gradient_clip})"
+        )
+        if self.config.on_nonfinite == "stop":
+            advice += ", or skip such steps with trainer.on_nonfinite=skip"
+        return f"trainer: {fault}{often}. {finding}The step was not taken. {saved}. {advice}."
+
+    def _record_skip(self, fault: str) -> None:
+        """Count a step that is left out, and say so."""
+        self.history.skipped += 1
+        if self.manager.rank == 0:
+            logger.warning(
+                "%s: skipped (%d in a row; the run stops at %d)",
+                fault,
+                self.history.in_a_row,
+                MAX_CONSECUTIVE_SKIPS,
+            )
+
+    def _undo_step(self) -> None:
+        """Restore everything to what it was before the step."""
+        with torch.no_grad():
+            for buffer, before in zip(self._persistent_buffers(), self.buffers, strict=True):
+                buffer.copy_(before)
+        # A step without gradients changes nothing, but the schedule warns if there was none.
+        self.state.optimizer.zero_grad(set_to_none=True)
+        self.state.optimizer.step()
+
+    def _persistent_buffers(self) -> Iterator[Tensor]:
+        """Yield the buffers that checkpoints hold: running statistics, for example."""
+        for part in self.state.parts:
+            kept = part.state_dict(keep_vars=True)
+            yield from (buffer for name, buffer in part.named_buffers() if name in kept)

@@ -18,7 +18,7 @@ from credit_dp.distributed.process_groups import join_background_group, new_back
 from credit_dp.distributed.signals import EXIT_PREEMPTED
 from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.errors import UserError
-from credit_dp.training.preemption import Preemption
+from credit_dp.training.run import Preemption
 
 
 def meet(config: Config, ranks: RankInfo) -> int:

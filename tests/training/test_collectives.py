@@ -14,7 +14,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from credit_dp.config import Config, ParallelConfig
 from credit_dp.domain_parallel import DomainParallelManager
-from credit_dp.training.preemption import Preemption
+from credit_dp.training.run import Preemption
 from tests.data import stores
 from tests.ranks import on_processes
 from tests.training.runs import built, make_config

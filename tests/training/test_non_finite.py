@@ -19,9 +19,8 @@ from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.errors import UserError
 from credit_dp.training.build_training import Training
 from credit_dp.training.checkpoint import load_checkpoint
-from credit_dp.training.non_finite import MAX_CONSECUTIVE_SKIPS, MIN_NORMS
 from credit_dp.training.optim import build_optimizer
-from credit_dp.training.step_agreement import reduce_step
+from credit_dp.training.trainer import MAX_CONSECUTIVE_SKIPS, MIN_NORMS, reduce_step
 from tests.checkpoints import save_checkpoint
 from tests.ranks import on_processes
 from tests.tier_cases import tiers
@@ -232,7 +231,7 @@ def test_the_first_step_can_be_skipped_and_too_many_in_a_row_can_not(config):
     for count in range(1, MAX_CONSECUTIVE_SKIPS):
         guard.save_buffers()
         part.samples_seen += 4
-        assert not guard.check(numbers(NAN, 1.0), lambda: "").accepted
+        assert guard.decide(numbers(NAN, 1.0), lambda: "").skip
         schedule.step()
         assert guard.metrics() == {"skipped": count}
     assert torch.equal(weights(training), before)
@@ -240,7 +239,7 @@ def test_the_first_step_can_be_skipped_and_too_many_in_a_row_can_not(config):
     with pytest.raises(
         UserError, match=rf"at step 1, {MAX_CONSECUTIVE_SKIPS} times in a row\. There it is\. The"
     ):
-        guard.check(numbers(NAN, 1.0), lambda: "There it is. ")
+        guard.decide(numbers(NAN, 1.0), lambda: "There it is. ")
 
 
 def test_gradients_explode_in_comparison(config):
@@ -249,7 +248,7 @@ def test_gradients_explode_in_comparison(config):
     ).trainer.guard
 
     def accepts(norm: float) -> bool:
-        return guard.check(numbers(1.0, norm), lambda: "never called").accepted
+        return not guard.decide(numbers(1.0, norm), lambda: "never called").skip
 
     assert accepts(50.0)  # too few to compare with
     for size in np.linspace(0.5, 1.5, MIN_NORMS - 1):
@@ -272,10 +271,10 @@ def test_what_was_seen_is_in_checkpoints(config, tmp_path):
     save_checkpoint(tmp_path, state, "")
     guard = built(on, alone()).trainer.guard
     load_checkpoint(tmp_path, guard.state)
-    assert not guard.check(numbers(1.0, 6.0), lambda: "").accepted
+    assert guard.decide(numbers(1.0, 6.0), lambda: "").skip
     assert guard.metrics() == {"skipped": 4}
     with pytest.raises(UserError, match=f"{MAX_CONSECUTIVE_SKIPS} times in a row"):
-        guard.check(numbers(1.0, 6.0), lambda: "")
+        guard.decide(numbers(1.0, 6.0), lambda: "")
 
 
 def test_numbers_that_are_only_sometimes_bad_are_reported(config):
@@ -368,25 +367,25 @@ def test_a_late_check_restores_buffers_and_finds_exploding_gradients(config):
     (part,) = trainer.state.parts
     part.register_buffer("samples_seen", torch.zeros(()))
 
-    def rejected(size: float) -> bool:
+    def skipped(size: float) -> bool:
         trainer.guard.save_buffers()
         part.samples_seen += 1
-        check = trainer.guard.check(numbers(1.0, size), lambda: "", late=True)
+        decision = trainer.guard.decide(numbers(1.0, size), lambda: "", on_device=True)
         trainer.state.step += 1
-        assert check.loss is None
-        return bool(check.rejected)
+        assert decision.loss is None
+        return bool(decision.skip_on_device)
 
-    assert not any(rejected(1.0) for _ in range(MIN_NORMS))  # the last of them is not read yet
-    assert not rejected(4.9)
-    assert rejected(6.0)
-    assert rejected(NAN)
+    assert not any(skipped(1.0) for _ in range(MIN_NORMS))  # the last of them is not read yet
+    assert not skipped(4.9)
+    assert skipped(6.0)
+    assert skipped(NAN)
     assert part.samples_seen == MIN_NORMS + 1
     assert trainer.guard.metrics() == {"skipped": 1}  # the NaN is not read yet
     trainer.guard.config = replace(on.trainer, on_nonfinite="stop")
     with pytest.raises(
         UserError, match=rf"but is 1\.0 with gradient norm nan at step {MIN_NORMS + 3}"
     ):
-        trainer.guard.check(numbers(1.0, 1.0), lambda: "")
+        trainer.guard.decide(numbers(1.0, 1.0), lambda: "")
     assert trainer.state.step == MIN_NORMS + 2
 
 
@@ -419,4 +418,4 @@ def test_a_late_check_is_refused_where_it_is_not_exact(config):
     )
     complex_weight = torch.nn.Parameter(torch.zeros(2, dtype=torch.complex64))
     with pytest.raises(UserError, match=r"needs real parameters, but w is torch\.complex64"):
-        build_optimizer({"w": complex_weight}, config.optimizer, can_leave_out=True)
+        build_optimizer({"w": complex_weight}, config.optimizer, skips_on_device=True)

@@ -97,7 +97,7 @@ def test_a_weight_is_updated_whatever_its_strides_are():
         for parameter, other in zip(found.values(), wanted, strict=True):
             torch.testing.assert_close(parameter, other, rtol=1e-12, atol=1e-12)
     with pytest.raises(UserError, match="gaps in memory, but with_gaps"):
-        build_optimizer(found, AdamWConfig(), can_leave_out=True)
+        build_optimizer(found, AdamWConfig(), skips_on_device=True)
 
 
 def test_learning_rate_warms_up_then_falls_to_the_final_one():

@@ -18,10 +18,8 @@ from credit_dp.distributed.launcher import RankInfo
 from credit_dp.distributed.signals import EXIT_PREEMPTED, handle_stop
 from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.training.checkpoint import CheckpointSaver
-from credit_dp.training.preemption import Preemption
-from credit_dp.training.run import run
-from credit_dp.training.step_agreement import AgreedStep, reduce_step
-from credit_dp.training.trainer import Trainer
+from credit_dp.training.run import Preemption, run
+from credit_dp.training.trainer import AgreedStep, Trainer, reduce_step
 from tests.ranks import on_processes, on_threads
 from tests.tier_cases import tiers
 from tests.training.runs import alone, make_config, make_store

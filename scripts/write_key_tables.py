@@ -26,7 +26,6 @@ from credit_dp.config import (
     Config,
     LionConfig,
     MuonConfig,
-    SoapConfig,
     StandardLossConfig,
 )
 from credit_dp.config.model import MODELS, BlocksConfig
@@ -46,7 +45,6 @@ CLASSES: dict[str, tuple[type, ...]] = {
 OTHER_CHOICES: dict[str, type] = {
     "optimizer=lion": LionConfig,
     "optimizer=muon": MuonConfig,
-    "optimizer=soap": SoapConfig,
 }
 # In a comment, and choices in one: `float32 | bfloat16: of ...`.
 EXAMPLE = re.compile(r",? e\.g\. (\{.*\}|\[.*?\]|[\w.]+\w)")

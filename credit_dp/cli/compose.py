@@ -128,7 +128,6 @@ SCHEMAS: Mapping[tuple[str | None, str], type] = {
     ("optimizer", "schema"): credit_dp_config.AdamWConfig,
     ("optimizer", "schema_lion"): credit_dp_config.LionConfig,
     ("optimizer", "schema_muon"): credit_dp_config.MuonConfig,
-    ("optimizer", "schema_soap"): credit_dp_config.SoapConfig,
     ("logger", "schema"): credit_dp_config.LoggerConfig,
 }
 

@@ -40,7 +40,6 @@ from credit_dp.config.training import (
     OwnLossConfig,
     OwnOptimizerConfig,
     OwnScheduleConfig,
-    SoapConfig,
     StandardLossConfig,
     TrainerConfig,
 )
@@ -71,7 +70,6 @@ __all__ = [
     "QuickstartConfig",
     "RunConfig",
     "SFNOConfig",
-    "SoapConfig",
     "StandardLossConfig",
     "TrainerConfig",
     "UNetConfig",
@@ -296,6 +294,11 @@ class Config:
                 "trainer.channels_last: needs parallel.data_mode=ddp, got fsdp2, which shards "
                 "contiguous weights only. Change one of them."
             )
+        if isinstance(self.optimizer, MuonConfig) and self.parallel.cpu_offload:
+            raise UserError(
+                "optimizer=muon: needs whole matrices, which can't be gathered from the host's "
+                "memory. Set parallel.cpu_offload=false, or choose optimizer=adamw."
+            )
         if self.model.fixers:
             self._check_fixers()
         for key in ("shift_longitude", "mirror"):
@@ -411,7 +414,7 @@ class Config:
             )
 
     def _check_late_check(self) -> None:
-        if type(self.optimizer) is not AdamWConfig:  # Muon's and SOAP's are subclasses
+        if type(self.optimizer) is not AdamWConfig:  # Muon's is a subclass
             raise UserError(
                 "trainer.check_finite: late needs optimizer=adamw, whose update the device can "
                 f"leave out by itself, got {self.optimizer.name}. Change one of them."

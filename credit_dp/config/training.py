@@ -368,27 +368,6 @@ class MuonConfig(AdamWConfig):
         checks.number_in("optimizer.momentum", self.momentum, 0, 0.999999)
 
 
-@dataclass
-class SoapConfig(AdamWConfig):
-    """SOAP for weights of layers (Vyas et al. 2024), AdamW for all other parameters."""
-
-    name: str = "soap"  # soap
-    # decay of the averages of gradients, and of their squares and products
-    betas: tuple[float, float] = (0.95, 0.95)
-    every: int = 10  # steps between two refreshes of the bases
-    largest: int = 1024  # longest side of a matrix that is rotated
-    # patterns of weights that AdamW updates, too, e.g. ["stem.*", "head.*"]
-    adamw: list[str] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        OptimizerConfig.__post_init__(self)
-        checks.one_of("optimizer.name", self.name, ("soap",))
-        check_betas(self.betas)
-        checks.above_zero("optimizer.eps", self.eps)
-        checks.at_least("optimizer.every", self.every, 1)
-        checks.at_least("optimizer.largest", self.largest, 0)
-
-
 def check_betas(betas: Sequence[float]) -> None:
     """Refuse `optimizer.betas` that are not two decays."""
     if len(betas) != 2:
@@ -411,8 +390,9 @@ class OwnOptimizerConfig(OptimizerConfig, Plugin):
         """Return the `torch.optim.Optimizer` of these parameter groups.
 
         Each group has `params`, `lr` and `weight_decay`, which is 0 for biases, norms and position
-        tables. Per parameter the optimizer's state may only hold tensors of the parameter's shape
-        and tensors of a single number: checkpoints can write these for any mesh.
+        tables. The optimizer's state of a parameter may only hold tensors of its shape and dtype,
+        and single numbers in tensors, which checkpoints can write for any mesh. With fsdp2
+        parameters and gradients are `DTensor`s.
         """
         raise NotImplementedError
 

@@ -47,7 +47,7 @@ from credit_dp.pipeline_parallel.stages import (
 )
 from credit_dp.training.forward_backward import recomputed_modules
 from credit_dp.training.loss import members_sent
-from credit_dp.training.optim import moments_per_parameter, whole_state_bytes
+from credit_dp.training.optim import moments_per_parameter
 from credit_dp.training.parameter_shards import fsdp_blocks, shards_of
 from credit_dp.training.start_checks import planned_model
 
@@ -349,7 +349,7 @@ def model_budget(model: nn.Module, report: Decision, config: Config) -> list[Ran
     """
     microbatches = microbatches_per_step(config)
     replicas = (config.parallel.data or 1) * config.parallel.ensemble * report.ranks
-    moments = moments_per_parameter(model, config)
+    moments = moments_per_parameter(config.optimizer)
     traffic = [a + b for a, b in zip(report.forward, report.backward, strict=True)]
     budgets = {"ddp": replicated_budget(model, replicas, moments)}
     if replicas > 1:
@@ -359,8 +359,6 @@ def model_budget(model: nn.Module, report: Decision, config: Config) -> list[Ran
         budgets["fsdp2"] = sharded_budget(
             sharded, config.parallel, replicas, microbatches, moments=moments
         )
-    whole = whole_state_bytes(model, config.optimizer)
-    budgets = {mode: replace(b, moments=b.moments + whole) for mode, b in budgets.items()}
     saved = max(report.saved_bytes)
     recomputed = max(report.recomputed_bytes, default=0)
     rows = _max_bytes_sent(traffic)
@@ -453,11 +451,8 @@ def _stage_budgets(
     order = schedule_actions(
         parallel.schedule, rank, parallel.pipeline, microbatches, parallel.virtual_stages
     )
-    moments = [moments_per_parameter(stage.module, config) for stage in stages]
-    replicated = [
-        replicated_budget(stage.module, replicas, per_parameter)
-        for stage, per_parameter in zip(stages, moments, strict=True)
-    ]
+    moments = moments_per_parameter(config.optimizer)
+    replicated = [replicated_budget(stage.module, replicas, moments) for stage in stages]
     budgets = {"ddp": _sum_budgets(replicated)}
     if replicas > 1:
         gathers = count_gathers(order)
@@ -467,14 +462,12 @@ def _stage_budgets(
                 parallel,
                 replicas,
                 microbatches,
-                moments=moments[index],
+                moments=moments,
                 gathers=gathers[index],
             )
             for index, stage in enumerate(stages)
         ]
         budgets["fsdp2"] = _sum_budgets(sharded)
-    whole = sum(whole_state_bytes(stage.module, config.optimizer) for stage in stages)
-    budgets = {mode: replace(b, moments=b.moments + whole) for mode, b in budgets.items()}
     footprints = [measure_stage(stage, plan.manager, samples) for stage in stages]
     received, passed_on = _state_traffic(stages, samples)
     # torch's pipeline stages have a receive buffer for each micro-batch; activations are only kept

@@ -37,7 +37,6 @@ from credit_dp.training.optim import (
     build_optimizer,
     build_schedule,
     learning_rate_factors,
-    state_layout,
 )
 from credit_dp.training.shared_reading import build_chunk_exchange
 from credit_dp.training.state import TrainingState, named_parameters, trainable_saved_parameters
@@ -105,7 +104,6 @@ def build_training(
     )
     # Taken after sharding, which replaces parameters: the optimizer must update the shards.
     parameters = named_parameters(model.parts)
-    layout = state_layout(parameters, config.optimizer, config.parallel)
     factors = learning_rate_factors(model.parts, config.optimizer)
     skips_on_device = config.trainer.check_finite == "late"
     optimizer = build_optimizer(
@@ -127,7 +125,6 @@ def build_training(
         valid=lambda: prepared.store.valid_mask(slice(None)),
         average=average,
         optimizer_name=config.optimizer.name,
-        layout=layout,
     )
     forecast_step, loss = build_forecast_step_and_loss(
         config, prepared, manager, model.forecast_model, like

@@ -316,7 +316,7 @@ def load_checkpoint(path: Path, state: TrainingState) -> None:
     # Shapes were gathered, so all ranks compare the same and need not agree on the outcome.
     where = f"resume: {checkpoint.folder}"
     check_model_shapes(where, model_shapes(checkpoint.shapes), model_shapes(table.shapes))
-    tensors = run_on_all_ranks(lambda: state.allocate_tensors(checkpoint.shapes))
+    tensors = run_on_all_ranks(lambda: state.allocate_tensors(checkpoint.shapes, checkpoint.dtype))
     run_on_all_ranks(lambda: checkpoint.read(tensors))
     state.load_metadata(metadata, tensors[GENERATOR_KEY])
 

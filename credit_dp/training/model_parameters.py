@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from credit_dp import checks
-from credit_dp.config import Config, ModelConfig, MuonConfig, OwnModelConfig, SoapConfig
+from credit_dp.config import Config, ModelConfig, MuonConfig, OwnModelConfig
 from credit_dp.domain_parallel.planning.model_plan import check_model
 from credit_dp.errors import UserError
 from credit_dp.fields import Fields
@@ -88,7 +88,7 @@ def check_has_values(model: nn.Module) -> None:
 def check_parameter_patterns(model: nn.Module, config: Config) -> None:
     """Refuse patterns of the config that match no parameter of a complete model, or freeze all."""
     parameters_to_freeze(model, config.trainer.freeze)
-    if isinstance(config.optimizer, MuonConfig | SoapConfig):
+    if isinstance(config.optimizer, MuonConfig):
         # The optimizer knows a shared parameter under the first of its names only.
         first_names = dict(model.named_parameters())
         for pattern in config.optimizer.adamw:

@@ -7,7 +7,6 @@ optimizer, `WeightAverage.update`, the schedule.
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from fnmatch import fnmatchcase
 from types import MappingProxyType
 from typing import Any, final
@@ -20,14 +19,11 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from credit_dp.config import (
     AdamWConfig,
-    Config,
     LionConfig,
     MuonConfig,
     OptimizerConfig,
     OwnOptimizerConfig,
     OwnScheduleConfig,
-    ParallelConfig,
-    SoapConfig,
 )
 from credit_dp.config.training import plugin_schedule
 from credit_dp.errors import UserError
@@ -35,16 +31,9 @@ from credit_dp.models.segments import SegmentedModel
 from credit_dp.plugins import report_plugin_errors
 from credit_dp.random_streams import random_seed, seed_python
 from credit_dp.torch_private import set_schedule
-from credit_dp.training.optimizers import ADAMW, SIDES, Lion, Muon, Soap, StateLayout, matrix_shape
-from credit_dp.training.plugin_optimizer import build_plugin_optimizer, probe_plugin_optimizer
+from credit_dp.training.optimizers import Lion, Muon, build_plugin_optimizer
 from credit_dp.training.replicas import local_tensor
 
-LION = StateLayout({}, moments=1)
-# Of matrices; the few other parameters have AdamW's two moments.
-MUON = StateLayout({"step": torch.zeros(())}, moments=1)
-SOAP = StateLayout(
-    {"step": torch.zeros(())}, moments=2, whole=frozenset(key for keys in SIDES for key in keys)
-)
 FUSED_DEVICES = {"cuda", "cpu"}  # on which one kernel updates the weights
 SCHEDULE_SAMPLES = 100  # steps at which a user's own schedule is tried before training
 # Endings of the names of parameters without weight decay: biases, and tables of position biases and
@@ -81,9 +70,6 @@ def build_optimizer(
     if isinstance(config, MuonConfig):
         groups = split_matrices(groups, parameters, config)
         return Muon(groups, config.momentum, config.nesterov, betas, config.eps)
-    if isinstance(config, SoapConfig):
-        groups = split_matrices(groups, parameters, config)
-        return Soap(groups, betas, config.eps, config.every, config.largest)
     learning = {name: p for name, p in parameters.items() if p.requires_grad}
     for name, parameter in learning.items() if skips_on_device else ():
         if not parameter.is_floating_point():
@@ -140,50 +126,13 @@ def is_dense(parameter: nn.Parameter) -> bool:
     return torch.empty_like(local, device="meta").stride() == local.stride()
 
 
-def state_layout(
-    parameters: Mapping[str, nn.Parameter], config: OptimizerConfig, parallel: ParallelConfig
-) -> StateLayout:
-    """Return the tensors that the optimizer keeps of each of these parameters.
+def moments_per_parameter(config: OptimizerConfig) -> int:
+    """Return how many tensors of a parameter's size the optimizer keeps for each parameter.
 
-    Raises:
-        UserError: a plug-in's optimizer would not train exactly on this mesh or after resuming.
+    Muon has one for matrices, and two for the few other parameters. A plug-in's optimizer is taken
+    to keep as many as AdamW.
     """
-    if isinstance(config, LionConfig):
-        return LION
-    if isinstance(config, MuonConfig | SoapConfig):
-        if parallel.data_mode == "fsdp2" and parallel.cpu_offload:
-            raise UserError(
-                f"optimizer={config.name}: needs whole matrices, which can't be gathered from the "
-                "host's memory. Set parallel.cpu_offload=false, or choose optimizer=adamw."
-            )
-        return MUON if isinstance(config, MuonConfig) else SOAP
-    if not isinstance(config, OwnOptimizerConfig):
-        if can_fuse(parameters.values()):  # the kernel reads the counter of steps on the device
-            device = next(p.device for p in parameters.values() if p.requires_grad)
-            return replace(ADAMW, scalars={"step": torch.zeros((), device=device)})
-        return ADAMW
-    return probe_plugin_optimizer(config, parameter_groups(parameters, config), parallel)
-
-
-def moments_per_parameter(part: nn.Module, config: Config) -> int:
-    """Return how many tensors of a parameter's size the optimizer keeps for each parameter."""
-    parameters = dict(part.named_parameters())
-    return state_layout(parameters, config.optimizer, config.parallel).moments
-
-
-def whole_state_bytes(part: nn.Module, config: OptimizerConfig) -> int:
-    """Return the bytes of what the optimizer keeps whole on all ranks: the bases of `Soap`."""
-    if not isinstance(config, SoapConfig):
-        return 0
-    parameters = dict(part.named_parameters())
-    groups = split_matrices(parameter_groups(parameters, config), parameters, config)
-    matrices = [p for group in groups if group["matrices"] for p in group["params"]]
-    return sum(
-        2 * size**2 * p.element_size()
-        for p in matrices
-        for size in matrix_shape(p)
-        if size <= config.largest
-    )
+    return 1 if isinstance(config, LionConfig | MuonConfig) else 2
 
 
 def parameter_groups(
@@ -253,12 +202,9 @@ def learning_rate_factors(parts: Sequence[nn.Module], config: OptimizerConfig) -
 def split_matrices(
     groups: Sequence[dict[str, Any]],
     parameters: Mapping[str, nn.Parameter],
-    config: MuonConfig | SoapConfig,
+    config: MuonConfig,
 ) -> list[dict[str, Any]]:
-    """Return the groups of a `MatrixOptimizer`.
-
-    Weights that decay are matrices, except those of AdamW.
-    """
+    """Return the groups of `Muon`: weights that decay are matrices, except those of AdamW."""
     matrices = {
         id(p)
         for name, p in parameters.items()

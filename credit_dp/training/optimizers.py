@@ -1,15 +1,12 @@
-"""The optimizers of this package that torch does not have in the form that sharding needs.
+"""The optimizers that torch does not have in the form that sharding needs, and those of plug-ins.
 
-`Lion` updates each entry on its own, so it works on any part of a parameter. `Muon` and `Soap` need
-whole matrices: where FSDP2 shards parameters, all of their ranks gather one matrix after the other,
-compute the same update, and keep their shards of it. State is saved and resumed as AdamW's is:
-tensors of the parameter's shape, and numbers; `Soap` also has square matrices, which all ranks have
-whole. `StateLayout` describes the state of any optimizer.
+`Lion` updates each entry on its own, so it works on any part of a parameter. `Muon` needs whole
+matrices: where FSDP2 shards parameters, all of their ranks gather one matrix after the other,
+compute the same update, and keep their shards of it.
 """
 
-from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from types import MethodType
 from typing import Any, final
 
 import torch
@@ -17,6 +14,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.adamw import adamw
 
+from credit_dp.config import OwnOptimizerConfig
+from credit_dp.errors import UserError
+from credit_dp.plugins import report_plugin_errors
 from credit_dp.torch_private import (
     foreach_add_,
     foreach_lerp,
@@ -27,28 +27,8 @@ from credit_dp.torch_private import (
 from credit_dp.training.parameter_shards import is_dtensor
 from credit_dp.training.replicas import local_tensor
 
-Groups = Sequence[dict[str, Any]]
-
-
-@final
-@dataclass(frozen=True)
-class StateLayout:
-    """The tensors that an optimizer keeps of each parameter between steps.
-
-    Attributes:
-        scalars: an example of each single number (for instance a step counter), by key.
-        moments: the number of tensors with the parameter's shape.
-        keys: the sets of keys that a parameter may have; None: any.
-        whole: keys of tensors of another shape, which all ranks have whole.
-    """
-
-    scalars: Mapping[str, Tensor]
-    moments: int
-    keys: frozenset[frozenset[str]] | None = None
-    whole: frozenset[str] = frozenset()
-
-
-ADAMW = StateLayout({"step": torch.zeros(())}, moments=2)
+# Parameter groups, with `params`, `lr` and `weight_decay`.
+Groups = Sequence[Mapping[str, Any]]
 
 
 @final
@@ -56,17 +36,14 @@ class Lion(Optimizer):
     """Steps of one size for all entries, in the direction of the sign of an averaged gradient.
 
     Weight decay is decoupled, as AdamW's. A third to a tenth of AdamW's learning rate, and as much
-    more weight decay, make updates of similar size.
-
-    Args:
-        groups: parameter groups with `params`, `lr` and `weight_decay`.
-        betas: decay of the average in the update, and of the average that is kept.
+    more weight decay, make updates of similar size. The first of `betas` is the decay of the
+    average in the update, the second that of the average that is kept.
 
     Source: Chen et al. 2023, "Symbolic Discovery of Optimization Algorithms", algorithm 2.
     """
 
     def __init__(self, groups: Groups, betas: tuple[float, float]) -> None:
-        super().__init__(groups, {"betas": betas})
+        super().__init__([dict(group) for group in groups], {"betas": betas})
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
@@ -96,8 +73,8 @@ def real_entries(tensor: Tensor) -> Tensor:
     return torch.view_as_real(local) if local.is_complex() else local
 
 
-# Of the odd polynomial whose iterates map singular values towards 1, and the number of iterations.
-# Source: Jordan et al. 2024, as in `torch.optim.Muon`.
+# Coefficients of the odd polynomial whose iterates map singular values towards 1, and the number of
+# iterations. Source: Jordan et al. 2024, as in `torch.optim.Muon`.
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 NEWTON_SCHULZ_STEPS = 5
 SMALLEST_NORM = 1e-7  # by which a matrix is divided, as in `torch.optim.Muon`
@@ -107,8 +84,8 @@ UPDATE_SIZE = 0.2  # root-mean-square of updates, as AdamW's usually are
 def orthogonalised(matrix: Tensor) -> Tensor:
     """Return a matrix with the singular vectors of the given one, and singular values near 1.
 
-    Computed in the matrix's dtype. `torch.optim.Muon` computes in bfloat16, whose rounding would
-    make the update depend on the mesh.
+    It is computed in the matrix's dtype. `torch.optim.Muon` computes it in bfloat16, where a last
+    digit of the gradient, which depends on the mesh, changes some 0.05 % of the update.
 
     Shapes:
         `(m, n)` -> `(m, n)`.
@@ -131,31 +108,38 @@ def orthogonalised(matrix: Tensor) -> Tensor:
 ADAMW_KEYS = frozenset({"step", "exp_avg", "exp_avg_sq"})
 
 
-class MatrixOptimizer(Optimizer):
-    """Base of optimizers that update weights as matrices; other parameters are AdamW's.
+@final
+class Muon(Optimizer):
+    """Orthogonalises the averaged gradient of each matrix; AdamW updates all other parameters.
 
-    A weight of more than two dimensions is the matrix of its first dimension and all others.
+    Groups say by `matrices` whether their parameters are matrices. A weight of more than two
+    dimensions is the matrix of its first dimension and all others. The update has the size of
+    AdamW's, so that both have one learning rate.
 
-    Args:
-        groups: parameter groups with `params`, `lr` and `weight_decay`, and `matrices`: whether
-            their parameters are updated as matrices.
-        betas, eps: of AdamW.
+    `torch.optim.Muon` takes the same steps, but in bfloat16, and takes no weights of convolutions.
+
+    Source: Jordan et al. 2024; the size of updates: Liu et al. 2025, "Muon is Scalable for LLM
+    Training", eq. 4.
     """
 
-    def __init__(self, groups: Groups, betas: tuple[float, float], eps: float) -> None:
+    def __init__(
+        self,
+        groups: Groups,
+        momentum: float,
+        nesterov: bool,
+        betas: tuple[float, float],
+        eps: float,
+    ) -> None:
+        self._momentum, self._nesterov = momentum, nesterov
         self._betas, self._eps = betas, eps
-        super().__init__(groups, {})
+        super().__init__([dict(group) for group in groups], {})
 
     def state_keys(self, parameter: Tensor) -> frozenset[str]:
-        """Return the names of the tensors that are kept of a parameter."""
+        """Return the names of the tensors that are kept for a parameter."""
         for group in self.param_groups:
             if group["matrices"] and any(p is parameter for p in group["params"]):
-                return self.matrix_keys(parameter)
+                return frozenset({"momentum_buffer"})
         return ADAMW_KEYS
-
-    @abstractmethod
-    def matrix_keys(self, parameter: Tensor) -> frozenset[str]:
-        """Return the names of the tensors that are kept of a matrix."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
@@ -167,17 +151,27 @@ class MatrixOptimizer(Optimizer):
             parameters = [p for p in group["params"] if p.grad is not None]
             if group["matrices"]:
                 for parameter in parameters:
-                    self.update_matrix(
+                    self._update_matrix(
                         parameter, parameter.grad, group["lr"], group["weight_decay"]
                     )
             elif parameters:
                 self._update_vectors(parameters, group["lr"], group["weight_decay"])
 
-    @abstractmethod
-    def update_matrix(
+    def _update_matrix(
         self, parameter: Tensor, gradient: Tensor, lr: float, weight_decay: float
     ) -> None:
-        """Update one matrix; collective with FSDP2."""
+        state = self.state[parameter]
+        if not state:
+            state["momentum_buffer"] = torch.zeros_like(parameter)
+        average = state["momentum_buffer"]
+        average.lerp_(gradient, 1 - self._momentum)
+        update = gradient.lerp(average, self._momentum) if self._nesterov else average
+        whole = update.full_tensor() if is_dtensor(update) else update
+        rows = whole.flatten(1)
+        size = UPDATE_SIZE * max(rows.shape) ** 0.5
+        step = own_shard(orthogonalised(rows).view_as(whole), parameter)
+        value = local_tensor(parameter)
+        value.mul_(1 - lr * weight_decay).add_(step, alpha=-lr * size)
 
     def _update_vectors(self, parameters: list[Tensor], lr: float, weight_decay: float) -> None:
         for parameter in parameters:
@@ -205,12 +199,6 @@ class MatrixOptimizer(Optimizer):
         )
 
 
-def whole_tensor(x: Tensor) -> Tensor:
-    """Return all of a tensor that FSDP2 may have sharded; collective."""
-    whole: Tensor = x.full_tensor() if is_dtensor(x) else x
-    return whole
-
-
 def own_shard(whole: Tensor, parameter: Tensor) -> Tensor:
     """Return this rank's shard of a tensor that all ranks have, as the parameter is sharded."""
     if not is_dtensor(parameter):
@@ -222,179 +210,83 @@ def own_shard(whole: Tensor, parameter: Tensor) -> Tensor:
     return local_tensor(distribute_tensor(whole, mesh, placements, src_data_rank=None))
 
 
-@final
-class Muon(MatrixOptimizer):
-    """Orthogonalises the averaged gradient of each weight.
+STATE_REQUIREMENT = (
+    "Checkpoints hold tensors of the parameter's shape and dtype, and single numbers in tensors, "
+    "by keys without dots."
+)
 
-    The update has the size of AdamW's, so that both have one learning rate.
 
-    Args:
-        groups, betas, eps: see `MatrixOptimizer`.
-        momentum: decay of the average of gradients of matrices.
-        nesterov: whether the update looks ahead by one gradient.
+def build_plugin_optimizer(config: OwnOptimizerConfig, groups: Groups) -> Optimizer:
+    """Return the optimizer that a plug-in builds for these parameter groups.
 
-    Source: Jordan et al. 2024; the size of updates: Liu et al. 2025, "Muon is Scalable for LLM
-    Training", eq. 4.
+    After its first step its state is checked, as what checkpoints can't hold would be lost.
+
+    Raises:
+        UserError: it can't be built, or does not take all of the parameters; later also if its step
+            fails, or its state can't be saved.
     """
+    kind = type(config)
+    where = f"optimizer: {kind.__name__}.build"
+    if kind.build is OwnOptimizerConfig.build:
+        raise UserError(
+            f"optimizer: {kind.__name__} has no build. It needs a method build(self, groups) that "
+            "returns a torch.optim.Optimizer."
+        )
+    with report_plugin_errors(where):
+        # Copies, because torch's optimizers write their defaults into the groups.
+        optimizer = config.build([dict(group) for group in groups])
+    if not isinstance(optimizer, Optimizer):
+        raise UserError(
+            f"{where} has to return a torch.optim.Optimizer, got {type(optimizer).__name__}."
+        )
+    given, used = (
+        {id(p) for group in parameter_groups for p in group["params"]}
+        for parameter_groups in (groups, optimizer.param_groups)
+    )
+    if given != used:
+        raise UserError(f"{where} has to use the parameters of all groups, and no others.")
+    is_checked = False
 
-    def __init__(
-        self,
-        groups: Groups,
-        momentum: float,
-        nesterov: bool,
-        betas: tuple[float, float],
-        eps: float,
-    ) -> None:
-        self._momentum, self._nesterov = momentum, nesterov
-        super().__init__(groups, betas, eps)
+    def step(optimizer: Optimizer) -> None:
+        nonlocal is_checked
+        try:
+            type(optimizer).step(optimizer)
+        except torch.OutOfMemoryError:  # the run says which keys save memory
+            raise
+        except Exception:
+            with report_plugin_errors(f"optimizer: the optimizer of {kind.__name__}"):
+                raise
+        if not is_checked:
+            check_state_can_be_saved(config.name, optimizer)
+            is_checked = True
 
-    def matrix_keys(self, parameter: Tensor) -> frozenset[str]:
-        """See `MatrixOptimizer`."""
-        return frozenset({"momentum_buffer"})
-
-    def update_matrix(
-        self, parameter: Tensor, gradient: Tensor, lr: float, weight_decay: float
-    ) -> None:
-        """See `MatrixOptimizer`."""
-        state = self.state[parameter]
-        if not state:
-            state["momentum_buffer"] = torch.zeros_like(parameter)
-        average = state["momentum_buffer"]
-        average.lerp_(gradient, 1 - self._momentum)
-        update = gradient.lerp(average, self._momentum) if self._nesterov else average
-        whole = whole_tensor(update)
-        rows = whole.flatten(1)
-        size = UPDATE_SIZE * max(rows.shape) ** 0.5
-        step = own_shard(orthogonalised(rows).view_as(whole), parameter)
-        value = local_tensor(parameter)
-        value.mul_(1 - lr * weight_decay).add_(step, alpha=-lr * size)
+    optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
+    return optimizer
 
 
-# Keys of the state of a side of a matrix: the average of products of gradients, and its basis.
-SIDES = (("left", "left_basis"), ("right", "right_basis"))
-FIRST_ITERATIONS = 10  # of the power iteration from `starting_basis`
-SHIFT = 1e-2  # of eigenvalues in the power iteration, in mean eigenvalues
+def check_state_can_be_saved(name: str, optimizer: Optimizer) -> None:
+    """Refuse an optimizer whose state a checkpoint can't hold.
 
-
-@final
-class Soap(MatrixOptimizer):
-    """Adam in the basis of Shampoo: the eigenvectors of averaged products of gradients.
-
-    A matrix G is rotated to Q_l^T G Q_r, where Q_l has the eigenvectors of the average of G G^T and
-    Q_r those of G^T G. Adam updates it there, and the update is rotated back. The bases are
-    computed from the first gradient, which updates nothing else, and then refreshed.
-
-    A gradient of low rank leaves eigenvalues of zero, whose eigenvectors would be those of
-    rounding, different on each mesh. Therefore eigenvalues are shifted up, and the first bases come
-    from the power iteration, too, not from an eigendecomposition: directions that no gradient tells
-    apart stay as they are. It starts from a random basis, the same in every run: unit vectors may
-    have no part of a large eigenvector at all, and the iteration would find it in their rounding.
-
-    Args:
-        groups, betas, eps: see `MatrixOptimizer`; betas are those of matrices, too, and the second
-            one also that of the averaged products.
-        every: steps between two refreshes of the bases.
-        largest: a side of a matrix that is longer is not rotated.
-
-    Source: Vyas et al. 2024, "SOAP: Improving and Stabilizing Shampoo using Adam"
-    (arXiv:2409.11321), algorithms 3 and 4.
+    Raises:
+        UserError: it keeps something else than tensors like a parameter and single numbers.
     """
-
-    def __init__(
-        self, groups: Groups, betas: tuple[float, float], eps: float, every: int, largest: int
-    ) -> None:
-        self._every, self._largest = every, largest
-        super().__init__(groups, betas, eps)
-
-    def matrix_keys(self, parameter: Tensor) -> frozenset[str]:
-        """See `MatrixOptimizer`."""
-        sides = zip(SIDES, matrix_shape(parameter), strict=True)
-        return ADAMW_KEYS.union(*(keys for keys, size in sides if size <= self._largest))
-
-    def update_matrix(
-        self, parameter: Tensor, gradient: Tensor, lr: float, weight_decay: float
-    ) -> None:
-        """See `MatrixOptimizer`; three gathers with FSDP2."""
-        state = self.state[parameter]
-        rows = whole_tensor(gradient).flatten(1)
-        if not state:
-            state.update(
-                step=torch.zeros(()),
-                exp_avg=torch.zeros_like(parameter),
-                exp_avg_sq=torch.zeros_like(parameter),
-            )
-            self._add_products(state, rows)
-            for product, basis in SIDES:
-                if product in state:
-                    state[basis] = first_basis(state[product])
-            return
-        state["step"] += 1
-        steps = int(state["step"])
-        first, second = self._betas
-        rotated = rotate(rows, state).view(parameter.shape)
-        average, squares = local_tensor(state["exp_avg"]), local_tensor(state["exp_avg_sq"])
-        average.lerp_(local_tensor(gradient), 1 - first)
-        squares.lerp_(own_shard(rotated, parameter).square(), 1 - second)
-        # The average is kept unrotated, so that it stays what it is when the bases change.
-        towards = rotate(whole_tensor(state["exp_avg"]).flatten(1), state)
-        root = (whole_tensor(state["exp_avg_sq"]).flatten(1) / (1 - second**steps)).sqrt_()
-        update = rotate(towards / (1 - first**steps) / root.add_(self._eps), state, back=True)
-        value = local_tensor(parameter)
-        value.mul_(1 - lr * weight_decay)
-        value.add_(own_shard(update.view(parameter.shape), parameter), alpha=-lr)
-        self._add_products(state, rows)
-        if steps % self._every == 0:
-            for product, basis in SIDES:
-                if product in state:
-                    state[basis] = next_basis(state[product], state[basis])
-
-    def _add_products(self, state: dict[str, Tensor], rows: Tensor) -> None:
-        """Add a gradient to the averages of products, of the sides that are rotated."""
-        for (product, _), side in zip(SIDES, (rows, rows.mT), strict=True):
-            if len(side) <= self._largest:
-                if product not in state:
-                    state[product] = rows.new_zeros(len(side), len(side))
-                state[product].lerp_(side @ side.mT, 1 - self._betas[1])
-
-
-def matrix_shape(parameter: Tensor) -> tuple[int, int]:
-    """Return the shape of a weight's matrix: its first dimension, and all others."""
-    return parameter.shape[0], parameter.numel() // max(1, parameter.shape[0])
-
-
-def rotate(rows: Tensor, state: dict[str, Tensor], back: bool = False) -> Tensor:
-    """Rotate a matrix to the bases of its sides, or back from them.
-
-    Shapes:
-        `(m, n)` -> `(m, n)`.
-    """
-    left, right = (state.get(basis) for _, basis in SIDES)
-    if left is not None:
-        rows = (left if back else left.mT) @ rows
-    if right is not None:
-        rows = rows @ (right.mT if back else right)
-    return rows
-
-
-def starting_basis(size: int) -> Tensor:
-    """Return an orthogonal matrix of random numbers, the same in every process."""
-    generator = torch.Generator().manual_seed(size)
-    numbers = torch.randn(size, size, generator=generator, dtype=torch.float64)
-    basis: Tensor = torch.linalg.qr(numbers).Q
-    return basis
-
-
-def first_basis(product: Tensor) -> Tensor:
-    """Return approximate eigenvectors of a symmetric matrix as columns, the largest ones first."""
-    basis = starting_basis(len(product)).to(product)
-    for _ in range(FIRST_ITERATIONS):
-        basis = next_basis(product, basis)
-    return basis
-
-
-def next_basis(product: Tensor, basis: Tensor) -> Tensor:
-    """Return better eigenvectors by one step of a power iteration (algorithm 4), shifted."""
-    # Divided by the mean eigenvalue, so that no gradient at all leaves the basis, too.
-    scaled = product / product.diagonal().mean().clamp(min=torch.finfo(product.dtype).tiny)
-    refreshed: Tensor = torch.linalg.qr(scaled @ basis + SHIFT * basis).Q
-    return refreshed
+    parameters = {p for group in optimizer.param_groups for p in group["params"]}
+    if optimizer.state.keys() - parameters:
+        raise UserError(
+            f"optimizer={name}: keeps state that belongs to no parameter. {STATE_REQUIREMENT}"
+        )
+    for parameter, state in optimizer.state.items():
+        for key, value in state.items():
+            is_tensor = isinstance(value, Tensor) and value.dtype != torch.bool
+            if not isinstance(key, str) or "." in key or not is_tensor:
+                kind = str(value.dtype) if isinstance(value, Tensor) else type(value).__name__
+                raise UserError(
+                    f"optimizer={name}: keeps {key!r} of a parameter as {kind}. {STATE_REQUIREMENT}"
+                )
+            is_like = (value.shape, value.dtype) == (parameter.shape, parameter.dtype)
+            if value.ndim and not (is_like and is_dtensor(value) == is_dtensor(parameter)):
+                raise UserError(
+                    f"optimizer={name}: keeps {key!r} as {tuple(value.shape)} of {value.dtype} for "
+                    f"a parameter of {tuple(parameter.shape)} of {parameter.dtype}. "
+                    f"{STATE_REQUIREMENT}"
+                )

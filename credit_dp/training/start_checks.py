@@ -42,7 +42,7 @@ from credit_dp.training.loss import (
 )
 from credit_dp.training.model_parameters import check_parameter_patterns, check_planned_model
 from credit_dp.training.monitoring import MAX_INITIAL_TIMES
-from credit_dp.training.optim import check_schedule, learning_rate_factors
+from credit_dp.training.optim import build_optimizer, check_schedule, learning_rate_factors
 from credit_dp.training.state import model_tensors
 from credit_dp.training.transfer import check_initial_weights
 
@@ -98,7 +98,8 @@ def check_start(
             check_budgets(config.model, store)
             hybrid_of(store)
     model = planned_model(config, channels.fields(config.model.frames, config.model.denoises), grid)
-    learning_rate_factors((model,), config.optimizer)
+    factors = learning_rate_factors((model,), config.optimizer)
+    build_optimizer(dict(model.named_parameters()), config.optimizer, factors)  # a plug-in may fail
     if resume is not None:
         _check_resumed(resume, config, model, data, counts.samples)
     elif config.init_from is not None:

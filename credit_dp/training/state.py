@@ -25,7 +25,7 @@ from credit_dp.errors import UserError
 from credit_dp.training.checkpoint_shards import Shape
 from credit_dp.training.data_description import DataDescription
 from credit_dp.training.optim import WeightAverage, restore_schedule
-from credit_dp.training.optimizers import ADAMW, MatrixOptimizer, StateLayout
+from credit_dp.training.optimizers import Muon
 from credit_dp.training.parameter_shards import is_fsdp_module
 
 # Names of tensors in a checkpoint; a prefix is followed by the name in the model.
@@ -124,7 +124,6 @@ class TrainingState:
         history: of the gradients.
         validations: the lowest error of the validations.
         optimizer_name: the optimizer's name in the config.
-        layout: the tensors that the optimizer keeps of each parameter.
     """
 
     parts: tuple[nn.Module, ...]
@@ -140,7 +139,6 @@ class TrainingState:
     history: GradientHistory = field(default_factory=GradientHistory)
     validations: ValidationHistory = field(default_factory=ValidationHistory)
     optimizer_name: str = "adamw"
-    layout: StateLayout = ADAMW
 
     @contextmanager
     def eval_mode(self) -> Iterator[None]:
@@ -211,7 +209,9 @@ class TrainingState:
             **({} if self.average is None else {AVERAGE_UPDATES_KEY: self.average.updates}),
         }
 
-    def allocate_tensors(self, saved: dict[str, Shape]) -> dict[str, Tensor]:
+    def allocate_tensors(
+        self, saved: dict[str, Shape], dtype: Callable[[str], torch.dtype]
+    ) -> dict[str, Tensor]:
         """Return the tensors into which those of a checkpoint are to be read.
 
         The optimizer's tensors are newly allocated; those of parameters that are frozen now are
@@ -220,6 +220,7 @@ class TrainingState:
 
         Args:
             saved: shapes of the checkpoint's tensors, by name.
+            dtype: returns the dtype of a tensor of this name.
 
         Raises:
             UserError: the checkpoint has other tensors of a parameter than the optimizer keeps.
@@ -232,13 +233,25 @@ class TrainingState:
             name, _, key = tensor_name.removeprefix(OPTIMIZER_PREFIX).rpartition(".")
             if tensor_name.startswith(OPTIMIZER_PREFIX) and name in parameters:
                 saved_keys[name].append(key)
+
+        def saved_shape(name: str, key: str) -> Shape:
+            return saved[f"{OPTIMIZER_PREFIX}{name}.{key}"]
+
+        numbers = {  # what is kept of a parameter without dimensions does not tell
+            key
+            for name, keys in saved_keys.items()
+            for key in keys
+            if parameters[name].ndim and saved_shape(name, key) == ()
+        }
+        groups = {p: group for group in self.optimizer.param_groups for p in group["params"]}
         for name, keys in saved_keys.items():
-            possible = self.layout.keys
-            if isinstance(
-                self.optimizer, MatrixOptimizer
-            ):  # keeps others of matrices than of biases
-                possible = frozenset({self.optimizer.state_keys(parameters[name])})
-            if possible is not None and {*keys} not in possible:
+            parameter = parameters[name]
+            if isinstance(self.optimizer, Muon):  # it keeps others of matrices than of biases
+                is_kept = self.optimizer.state_keys(parameter) == {*keys}
+            else:
+                shapes = {saved_shape(name, key) for key in keys if key not in numbers}
+                is_kept = shapes <= {tuple(parameter.shape)}
+            if not is_kept:
                 raise UserError(
                     f"resume: the checkpoint has {', '.join(sorted(keys))} of {name}, which "
                     f"optimizer={self.optimizer_name} does not keep with its keys now. Set the "
@@ -246,13 +259,19 @@ class TrainingState:
                     "init_from."
                 )
             for key in keys:
-                scalar = self.layout.scalars.get(key)
-                if key in self.layout.whole:
-                    shape = saved[f"{OPTIMIZER_PREFIX}{name}.{key}"]
-                    scalar = torch.empty(shape, dtype=parameters[name].dtype, device="meta")
-                self.optimizer.state[parameters[name]][key] = allocate_moment(
-                    parameters[name], scalar
-                )
+                value = torch.zeros_like(parameter, requires_grad=False)
+                if key in numbers:
+                    # As in torch's `Optimizer.load_state_dict`: the CPU counts steps.
+                    group = groups[parameter]
+                    is_counted = key == "step" and not (
+                        group.get("fused") or group.get("capturable")
+                    )
+                    value = torch.zeros(
+                        (),
+                        dtype=dtype(f"{OPTIMIZER_PREFIX}{name}.{key}"),
+                        device="cpu" if is_counted else parameter.device,
+                    )
+                self.optimizer.state[parameter][key] = value
         tensors = self.tensors().items()
         optional = (AVERAGE_PREFIX, OPTIMIZER_PREFIX)
         return {n: t for n, t in tensors if n in saved or not n.startswith(optional)}
@@ -324,11 +343,3 @@ def named_tensors(parts: tuple[nn.Module, ...]) -> dict[str, Tensor]:
             known.add(id(value))
             tensors[name] = value
     return tensors
-
-
-def allocate_moment(parameter: nn.Parameter, scalar: Tensor | None) -> Tensor:
-    """Return zeros like a parameter, or like `scalar`, another tensor that is kept of it whole."""
-    if scalar is None:
-        return torch.zeros_like(parameter, requires_grad=False)
-    # A counter that the optimizer keeps on the CPU belongs there whatever the parameter's device.
-    return torch.zeros_like(scalar, device="cpu" if scalar.is_cpu else parameter.device)

@@ -30,7 +30,7 @@ from credit_dp.plain_text import in_one_line
 from credit_dp.training.build_training import Training
 from credit_dp.training.forward_backward import recomputed_modules
 from credit_dp.training.loss import members_sent
-from credit_dp.training.optim import whole_state_bytes
+from credit_dp.training.optim import moments_per_parameter
 from credit_dp.training.replicas import local_tensor
 
 logger = logging.getLogger(__name__)
@@ -70,18 +70,17 @@ def estimate_run(
     trained = state.trainable_parameters.values()
     averages = 1 if state.average is not None else 0
     trained_bytes = local_bytes(trained)
-    whole_bytes = sum(whole_state_bytes(part, config.optimizer) for part in state.parts)
+    moments = moments_per_parameter(config.optimizer)
     memory = {
         "weights": local_bytes(state.parameters.values()),
         "gradients": trained_bytes,
-        "moments": state.layout.moments * trained_bytes + whole_bytes,
+        "moments": moments * trained_bytes,
         "averages": averages * trained_bytes,
     }
     # `nbytes` of a DTensor is that of the unsharded tensor: each rank counts the parameters of its
     # pipeline stages in full.
     checkpoint_bytes = sum(p.nbytes for p in state.parameters.values())
-    checkpoint_bytes += (state.layout.moments + averages) * sum(p.nbytes for p in trained)
-    checkpoint_bytes += whole_bytes
+    checkpoint_bytes += (moments + averages) * sum(p.nbytes for p in trained)
     if manager.pipeline_parallel_size > 1:
         checkpoint_bytes = sum(all_gather_object(checkpoint_bytes)) // manager.replicas
     step = dry_run_step(config, prepared, training, manager) if manager.rank == 0 else None

@@ -95,7 +95,6 @@ DEFAULTS = {
     "optimizer=adamw": ("schema", set()),
     "optimizer=lion": ("schema_lion", set()),
     "optimizer=muon": ("schema_muon", set()),
-    "optimizer=soap": ("schema_soap", set()),
     "logger=wandb": ("schema", set()),
 }
 

@@ -68,7 +68,7 @@ def keys_of(group: Any, name: str = "") -> Iterator[str]:
 
 CHOICES = [
     *(f"model={name}" for name in ("unet", "pangu", "crossformer", "swin", "sfno", "diffusion")),
-    *(f"optimizer={name}" for name in ("lion", "muon", "soap")),
+    *(f"optimizer={name}" for name in ("lion", "muon")),
 ]
 
 

@@ -13,7 +13,7 @@ from credit_dp.domain_parallel.convert import shard_model
 from credit_dp.fields import Fields
 from credit_dp.models import build_model
 from credit_dp.pipeline_parallel.stages import cut_model
-from credit_dp.training.optim import build_optimizer, build_schedule, state_layout
+from credit_dp.training.optim import build_optimizer, build_schedule
 from credit_dp.training.parameter_shards import fsdp_mesh, shard_parameters
 from credit_dp.training.state import TrainingState
 from tests.training.runs import tiny_crossformer, tiny_unet
@@ -58,7 +58,6 @@ def state_of_model(
     """Return the state of a model on one process before the first step."""
     config = config or AdamWConfig()
     parameters = dict(sorted(model.named_parameters()))
-    layout = state_layout(parameters, config, ParallelConfig())
     optimiser = build_optimizer(parameters, config)
     schedule = build_schedule(optimiser, config, steps)
     return TrainingState(
@@ -69,7 +68,6 @@ def state_of_model(
         {},
         seed,
         optimizer_name=config.name,
-        layout=layout,
     )
 
 

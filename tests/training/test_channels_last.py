@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from credit_dp.config import LionConfig, MuonConfig, SoapConfig
+from credit_dp.config import LionConfig, MuonConfig
 from credit_dp.errors import UserError
 from tests.tier_cases import every
 from tests.training.meshes import (
@@ -26,7 +26,6 @@ from tests.training.runs import alone, built, make_config, make_store, tiny_unet
 OPTIMIZERS = {
     "muon": MuonConfig(lr=1e-2),
     "lion": LionConfig(lr=1e-3),
-    "soap": SoapConfig(lr=1e-2),
 }
 
 

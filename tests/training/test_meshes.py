@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from credit_dp.config import (
+    AdamWConfig,
     Config,
     LionConfig,
     MuonConfig,
-    SoapConfig,
     StandardLossConfig,
     VariableConfig,
 )
@@ -144,7 +144,7 @@ def test_five_steps_are_those_of_one_process(reference, trained, model, mesh):
 
 
 def with_gaps(folder: Path) -> Config:
-    """Points without values, quantiles, spectra, averages, and rollouts that grow, by SOAP."""
+    """Points without values, quantiles, spectra, averages, and rollouts that grow."""
     mapped = {
         SEA: VariableConfig(fill="mean", normalise="quantile"),
         SOIL: VariableConfig(fill=0.1, nonnegative=True),
@@ -152,7 +152,7 @@ def with_gaps(folder: Path) -> Config:
     }
     config = sea_config(folder, tiny_unet(frames=2), variables=mapped)
     trainer = replace(config.trainer, rollout={0: 1, 2: 2}, checkpoint_activations="step")
-    optimizer = SoapConfig(lr=1e-2, warmup_steps=3, layer_decay=0.8, every=2, largest=100, ema=0.8)
+    optimizer = AdamWConfig(lr=1e-2, warmup_steps=3, layer_decay=0.8, ema=0.8)
     loss = StandardLossConfig(level_weight=True, variable_weight={SEA: 3.0}, spectrum=0.3)
     return replace(config, trainer=trainer, optimizer=optimizer, loss=loss)
 

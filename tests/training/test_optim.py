@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from credit_dp.config import AdamWConfig, ParallelConfig
+from credit_dp.config import AdamWConfig
 from credit_dp.errors import UserError
 from credit_dp.training.checkpoint import load_checkpoint
 from credit_dp.training.optim import (
@@ -14,7 +14,6 @@ from credit_dp.training.optim import (
     build_schedule,
     can_fuse,
     seed_step,
-    state_layout,
 )
 from credit_dp.training.state import TrainingState
 from tests.checkpoints import save_checkpoint
@@ -61,12 +60,25 @@ def test_weights_are_updated_by_one_kernel(monkeypatch, tmp_path):
             torch.testing.assert_close(tensor, plain.tensors()[name], rtol=1e-5, atol=1e-7)
 
 
-def test_the_counter_of_a_fused_update_is_on_the_device(monkeypatch):
+def test_counters_of_a_resumed_update_are_where_it_reads_them():
+    """A fused update reads the counter of steps on the device, another one on the host."""
+    for fused in (False, True):
+        with torch.device("meta"):
+            state = small_state()
+        for group in state.optimizer.param_groups:
+            group["fused"] = fused
+        saved = {f"optimiser.0.weight.{key}": () for key in ("step", "product")}
+        state.allocate_tensors(saved, lambda name: torch.float64)
+        found = state.optimizer.state[state.parameters["0.weight"]]
+        assert found["step"].is_meta is fused
+        assert found["product"].is_meta
+        assert found["product"].dtype == torch.float64
+
+
+def test_only_real_weights_without_gaps_are_fused(monkeypatch):
     monkeypatch.setattr("credit_dp.training.optim.FUSED_DEVICES", {"meta"})
     with torch.device("meta"):
         parameters = dict(small_model().named_parameters())
-    layout = state_layout(parameters, AdamWConfig(), ParallelConfig())
-    assert layout.scalars["step"].is_meta
     assert can_fuse(parameters.values())
     assert not can_fuse([*parameters.values(), nn.Parameter(torch.zeros(2))])
     assert not can_fuse([])

@@ -1,4 +1,4 @@
-"""Lion, Muon, SOAP and the learning rates of layers: definitions, meshes and checkpoints."""
+"""Lion, Muon and the learning rates of layers: definitions, meshes and checkpoints."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,7 +17,6 @@ from credit_dp.config import (
     MuonConfig,
     OptimizerConfig,
     ParallelConfig,
-    SoapConfig,
 )
 from credit_dp.errors import UserError
 from credit_dp.models.unet import UNet
@@ -26,10 +25,7 @@ from credit_dp.training.optim import (
     build_optimizer,
     has_weight_decay,
     learning_rate_factors,
-    state_layout,
-    whole_state_bytes,
 )
-from credit_dp.training.optimizers import first_basis, starting_basis
 from tests.checkpoints import save_checkpoint
 from tests.tables import entry
 from tests.tier_cases import tiers
@@ -140,91 +136,6 @@ def test_muon_is_its_definition(nesterov: bool, of_adamw: list[str]) -> None:
     assert_equal(trained(config), by_definition(update))
 
 
-@pytest.mark.parametrize("largest", [5, 100])
-def test_soap_is_its_definition(largest: int) -> None:
-    """With bases refreshed in each second step, of the sides up to a length."""
-
-    def refreshed(product: np.ndarray, basis: np.ndarray) -> np.ndarray:
-        shift = 1e-2 * np.trace(product) / len(product)
-        return np.linalg.qr((product + shift * np.eye(len(product))) @ basis)[0]
-
-    def update(
-        name: str, value: np.ndarray, gradient: np.ndarray, step: int, memory: dict[str, Any]
-    ) -> np.ndarray:
-        if not name.endswith("weight") or value.ndim == 1:
-            memory["m"] = 0.8 * memory.get("m", 0) + 0.2 * gradient
-            memory["v"] = 0.7 * memory.get("v", 0) + 0.3 * gradient**2
-            m, v = memory["m"] / (1 - 0.8 ** (step + 1)), memory["v"] / (1 - 0.7 ** (step + 1))
-            return np.asarray(value - LR * m / (np.sqrt(v) + 1e-8))
-        g = gradient.reshape(len(value), -1)
-        products = [g @ g.T, g.T @ g]
-        rotated_sides = [side for side in (0, 1) if g.shape[side] <= largest]
-        starts = [starting_basis(n).numpy() if n <= largest else np.eye(n) for n in g.shape]
-        bases = memory.setdefault("q", starts)
-        known = memory.setdefault("p", [np.zeros((size, size)) for size in g.shape])
-        if step:
-            left, right = bases
-            memory["m"] = 0.8 * memory.get("m", 0) + 0.2 * g
-            memory["v"] = 0.7 * memory.get("v", 0) + 0.3 * (left.T @ g @ right) ** 2
-            m = left.T @ (memory["m"] / (1 - 0.8**step)) @ right
-            taken = left @ (m / (np.sqrt(memory["v"] / (1 - 0.7**step)) + 1e-8)) @ right.T
-            value = value * (1 - LR * DECAY) - LR * taken.reshape(value.shape)
-        for side in rotated_sides:
-            known[side] = 0.7 * known[side] + 0.3 * products[side]
-            for _ in range(10 if step == 0 else 1 - step % 2):
-                bases[side] = refreshed(known[side], bases[side])
-        return np.asarray(value)
-
-    config = SoapConfig(
-        lr=LR, weight_decay=DECAY, betas=(0.8, 0.7), every=2, largest=largest, warmup_steps=0
-    )
-    assert_equal(trained(config), by_definition(update))
-
-
-def test_plans_count_the_bases_of_soap() -> None:
-    layers = model()
-    parameters = dict(layers.named_parameters())
-    config = SoapConfig(largest=7, adamw=["3.*"])
-    optimizer = build_optimizer(parameters, config)
-    for name, gradient in gradients(0, parameters).items():
-        parameters[name].grad = torch.from_numpy(gradient)
-    optimizer.step()
-    layout = state_layout(parameters, config, ParallelConfig())
-    states = optimizer.state.values()
-    held = sum(state[key].nbytes for state in states for key in state if key in layout.whole)
-    assert whole_state_bytes(layers, config) == held == 8 * 2 * (5**2 + 7**2 + 4**2)
-    assert whole_state_bytes(layers, MuonConfig()) == 0
-
-
-def test_soap_keeps_bases_orthogonal() -> None:
-    """Also of gradients of low rank, and of none."""
-    weight = nn.Parameter(torch.ones(6, 9, dtype=torch.float64))
-    optimizer = build_optimizer({"weight": weight}, SoapConfig(lr=0.1, every=1))
-    for step in range(STEPS):
-        column = torch.randn(6, 1, dtype=torch.float64)
-        weight.grad = column @ torch.ones(1, 9, dtype=torch.float64) * (step % 3 > 0)
-        optimizer.step()
-        for key in ("left_basis", "right_basis"):
-            basis = optimizer.state[weight][key]
-            torch.testing.assert_close(basis @ basis.mT, torch.eye(len(basis)).double())
-    assert weight.isfinite().all()
-
-
-def test_the_first_basis_of_soap_does_not_depend_on_rounding() -> None:
-    """Also where many rows of a gradient are multiples of each other, as with spectral norm."""
-    generator = torch.Generator().manual_seed(0)
-
-    def random(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=generator, dtype=torch.float64)
-
-    gradient = torch.cat(
-        [1e-2 * random(16, 1) @ random(1, 8), random(8, 8) * 0.5 ** torch.arange(8)]
-    )
-    rounded = gradient * (1 + 1e-15 * random(24, 8))
-    found, wanted = (first_basis(g @ g.mT) for g in (rounded, gradient))
-    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-10)
-
-
 @pytest.mark.exhaustive
 def test_muon_is_that_of_torch_up_to_its_bfloat16() -> None:
     """Of matrices, which torch's takes only."""
@@ -250,9 +161,9 @@ def test_muon_is_that_of_torch_up_to_its_bfloat16() -> None:
 
 
 def test_complex_weights_are_two_real_ones() -> None:
-    """None has a sign or a matrix of its own for them: Muon and SOAP leave them to AdamW."""
+    """They have no sign and no matrix of their own: Muon leaves them to AdamW."""
     torch.manual_seed(2)
-    for config in (LionConfig(lr=LR), MuonConfig(lr=LR), SoapConfig(lr=LR)):
+    for config in (LionConfig(lr=LR), MuonConfig(lr=LR)):
         whole = nn.Parameter(torch.randn(3, 4, dtype=torch.complex128))
         parts = nn.Parameter(torch.view_as_real(whole.detach()).clone())
         other = config if isinstance(config, LionConfig) else replace(config, adamw=["*"])
@@ -270,7 +181,6 @@ def test_complex_weights_are_two_real_ones() -> None:
 OPTIMIZERS: dict[str, OptimizerConfig] = {
     "lion": LionConfig(lr=1e-3, warmup_steps=3, layer_decay=0.8),
     "muon": MuonConfig(lr=1e-2, warmup_steps=3, layer_decay=0.8, adamw=["stem.*", "head.*"]),
-    "soap": SoapConfig(lr=1e-2, warmup_steps=3, layer_decay=0.8, every=2, largest=100),
 }
 # FSDP2 gathers matrices of Muon; a pipeline has some of the parameters on each rank. The fast tier
 # has each optimizer on one mesh: `test_meshes.RUNS`.
@@ -279,7 +189,6 @@ MESHES = tiers(
     slow=[("muon", Mesh(2, 1, 2, "fsdp2"))],
     exhaustive=[
         ("lion", Mesh(1, 2, 2, "fsdp2")),
-        ("soap", Mesh(2, 1, 2, "fsdp2")),
         ("muon", Mesh(2, 2, 1, "ddp")),
     ],
 )
@@ -352,25 +261,24 @@ def test_earlier_segments_learn_more_slowly(tmp_path: Path) -> None:
     assert lr == pytest.approx(config.optimizer.lr / 3)  # of the last segment, warming up
 
 
-OFFLOADED = ParallelConfig(data_mode="fsdp2", cpu_offload=True)
+OFFLOADED = ParallelConfig(data=2, data_mode="fsdp2", cpu_offload=True)
 WRONG_KEYS: list[tuple[Callable[[], object], str]] = [
     (lambda: LionConfig(betas=(0.9, 1.0)), "^optimizer.betas: "),
     (lambda: LionConfig(name="adam"), "^optimizer.name: needs one of lion, got 'adam'"),
     (lambda: MuonConfig(momentum=1.0), "^optimizer.momentum: "),
     (lambda: MuonConfig(eps=0.0), "^optimizer.eps: "),
+    (
+        lambda: replace(
+            make_config(Path("s"), Path("r")), optimizer=MuonConfig(), parallel=OFFLOADED
+        ),
+        "^optimizer=muon: needs whole matrices.* Set parallel.cpu_offload=false",
+    ),
     (lambda: LionConfig(layer_decay=0.0), "^optimizer.layer_decay: .* above 0"),
     (lambda: LionConfig(layer_decay=1.5), "^optimizer.layer_decay: "),
     (
         lambda: learning_rate_factors([nn.Linear(2, 2)], LionConfig(layer_decay=0.5)),
         "^optimizer.layer_decay: needs a model with segments.*Linear has none",
     ),
-    (
-        lambda: state_layout({}, MuonConfig(), OFFLOADED),
-        "^optimizer=muon: needs whole matrices.* Set parallel.cpu_offload=false",
-    ),
-    (lambda: SoapConfig(every=0), "^optimizer.every: "),
-    (lambda: SoapConfig(largest=-1), "^optimizer.largest: "),
-    (lambda: SoapConfig(betas=(0.9, 1.0)), "^optimizer.betas: "),
 ]
 
 

@@ -63,7 +63,7 @@ def verify_model(config: Config) -> "VerifyReport":
     from credit_dp.domain_parallel.verify import verify_domain_parallel
     from credit_dp.models import build_model
     from credit_dp.models.blocks import draw_noise, draw_stochastic_depths
-    from credit_dp.training.model_parameters import check_planned_model
+    from credit_dp.training.model_parts import check_planned_model
 
     channels, own = expected_data(config.data)
     # Small, but a region if the store is one.

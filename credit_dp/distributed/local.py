@@ -39,9 +39,10 @@ from credit_dp.distributed.signals import (
     Terminated,
     block_signals,
     handle_stop,
+    note_signal,
     signal_name,
 )
-from credit_dp.distributed.worker import FORWARDED_SIGNAL, rank_main
+from credit_dp.distributed.worker import rank_main
 from credit_dp.files import temporary_folder
 
 # torch imports these late, for an optimizer and a checkpoint: the fork server does, once for all.
@@ -151,8 +152,7 @@ def forward_signal(
     note in the folder tells them which signal it was.
     """
     received.append(number)
-    with contextlib.suppress(OSError):  # a full disk
-        (folder / FORWARDED_SIGNAL).write_text(str(received[0]))
+    note_signal(folder, received[0])
     for process in processes:
         if process.pid is not None:
             with contextlib.suppress(ProcessLookupError):

@@ -33,6 +33,7 @@ EXIT_PREEMPTED = 75  # EX_TEMPFAIL of sysexits.h: start the same command again, 
 # A job queue signals a rank and also its launcher, which forwards the signal: within this time
 # after the first SIGTERM another one counts as the same.
 DUPLICATE_SECONDS = 2.0
+NOTE = "signal"  # the file of `note_signal` in the folder of local ranks
 
 
 def signal_name(number: int) -> str:
@@ -106,9 +107,15 @@ class SignalRouter:
 _router = SignalRouter()  # a process has one set of signals
 
 
-def read_note_of_parent(note: Path) -> None:
+def note_signal(folder: Path, number: int) -> None:
+    """Note for the ranks which signal their parent passes on as SIGUSR1."""
+    with contextlib.suppress(OSError):  # a full disk
+        (folder / NOTE).write_text(str(number))
+
+
+def read_note_of_parent(folder: Path) -> None:
     """Let handlers of this rank get the signal that the parent noted, in place of SIGUSR1."""
-    _router.note = note
+    _router.note = folder / NOTE
 
 
 @contextlib.contextmanager

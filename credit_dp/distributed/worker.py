@@ -43,7 +43,6 @@ from credit_dp.process import outlive_screen, output_file
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
 
-FORWARDED_SIGNAL = "signal"  # the file in which the parent notes the signal that it passes on
 RunFunction = Callable[[Config, RankInfo], int]
 
 # A host that drops what arrives at a closed port does not answer; a busy one answers late.
@@ -65,7 +64,7 @@ def rank_main(
     os.environ.update(environment)
     outlive_screen()
     record_abort(Path(folder), ranks.rank)
-    read_note_of_parent(Path(folder, FORWARDED_SIGNAL))
+    read_note_of_parent(Path(folder))
     try:
         code = run_rank(config, ranks, run, f"file://{folder}/store")
     except UserError as error:

@@ -95,12 +95,7 @@ def is_one_of(name: str, patterns: Sequence[str]) -> bool:
 
 @final
 class Mirror:
-    """Exchanges the hemispheres of samples.
-
-    Args:
-        manager: this rank's position in the mesh.
-        height: rows of the globe.
-    """
+    """Exchanges the hemispheres of samples."""
 
     def __init__(self, manager: DomainParallelManager, height: int) -> None:
         self._transport = manager.transport
@@ -119,15 +114,7 @@ class Mirror:
 
 @final
 class Augmentation:
-    """Changes the samples of a training step; see the module.
-
-    Args:
-        config: of the trainer.
-        data: gives channels, their normalisation and the grid.
-        manager: this rank's position in the mesh.
-        like: has device and dtype of batches.
-        seed: of the run.
-    """
+    """Changes the samples of a training step; see the module."""
 
     def __init__(
         self,
@@ -154,8 +141,6 @@ class Augmentation:
         """Return the augmented batch; collective over the domain.
 
         Args:
-            batch: this rank's rows; it is not changed.
-            step: of training.
             samples: numbers of the samples in the global batch, the same on all ranks that share
                 a globe.
         """

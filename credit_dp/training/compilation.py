@@ -63,7 +63,6 @@ def compile_model(model: nn.Module, device: torch.device) -> None:
 
     Args:
         model: converted, and sharded if it is to be.
-        device: on which it computes.
 
     Raises:
         UserError: code for the CPU needs a C++ compiler, and none is installed.

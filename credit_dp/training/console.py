@@ -259,9 +259,6 @@ class EtaMessage:
     """Estimates once how long an epoch and the rest of the run will take.
 
     Args:
-        step: the last step before training starts.
-        total: steps of the run.
-        per_epoch: steps of an epoch.
         work: the work of the first n steps, see `Screen.bar`.
     """
 

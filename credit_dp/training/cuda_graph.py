@@ -27,7 +27,7 @@ from credit_dp.errors import UserError
 from credit_dp.models.blocks import NoiseModulation, StochasticDepth, layers_with_draws
 from credit_dp.torch_private import buffers_of, parameters_of, version_of
 from credit_dp.training.forward_backward import ForwardBackward, PrepareForward
-from credit_dp.training.replicas import local_tensor
+from credit_dp.training.parameter_shards import local_tensor
 
 # Steps before the capture. torch's DDP measures its first ten by events, which a graph can't hold.
 WARM_UP = 11
@@ -69,10 +69,8 @@ class StepGraph:
     model counts, for example, would stay those of the captured step.
 
     Args:
-        forward_backward: to capture.
         parameters: that get gradients.
         traffic: counters of messages; a replay counts as many as the captured step.
-        capture: captures the work.
     """
 
     def __init__(

@@ -157,11 +157,6 @@ RESUMING = Use(
 def check_data(saved: DataDescription, current: DataDescription, where: str = "data.store") -> None:
     """Check that a run resumes with the data and the model of its checkpoint.
 
-    Args:
-        saved: the description in the checkpoint.
-        current: description of the present data and config.
-        where: what holds the present data.
-
     Raises:
         UserError: channels, settings of variables, step, grid, units, normalisation, the model or
             one of its keys differ; naming the first that does. `FREE_KEYS` of the model may differ,
@@ -222,7 +217,6 @@ def check_store(use: Use, saved: DataDescription, current: DataDescription, wher
 
     Args:
         saved, current: what `describe_fields` returns, of the same channels.
-        where: the address of the store.
     """
     calendars = [calendar_of_fields(of) for of in (saved, current)]
     if calendars[0] != calendars[1]:
@@ -349,10 +343,7 @@ def check_fields(path: Path, saved: DataDescription, store: Store, model: ModelC
     """Check that a store and a model have the fields, grid, step and settings of a checkpoint.
 
     Args:
-        path: of the checkpoint.
-        saved: the description in the checkpoint.
         store: has the initial states of forecasts.
-        model: of the config.
 
     Raises:
         UserError: naming the first key that differs.

@@ -83,10 +83,7 @@ def normal_rows(
 
     Args:
         keys: of each sample; those of a row are followed by its number and `suffix`, above 0.
-        suffix: the last key.
-        rows: the band.
         shape: channels and columns.
-        like: has the device and dtype.
 
     Shapes:
         -> `(B, C, h, W)`.
@@ -108,11 +105,7 @@ class Denoising:
     """Turns batches into those from which the network learns to denoise.
 
     Args:
-        config: of the model.
         step: turns outputs into fields, without fixers: these are for forecasts.
-        rows: the band of this rank.
-        seed: of the run.
-        points: the points with values, if not all have values.
     """
 
     def __init__(
@@ -133,7 +126,6 @@ class Denoising:
         """Return the noise level of each sample: evenly distributed over positions of `level_at`.
 
         Args:
-            step: of training.
             samples: numbers of the samples in the global batch.
         """
         draws = (random_stream(self.seed, step, sample, LEVEL, 0, 1) for sample in samples)
@@ -176,11 +168,6 @@ class Sampler:
     noise is added again before each step.
 
     Args:
-        config: of the model.
-        network: calls it; collective on several ranks.
-        parts: this rank's parts of it.
-        channels: of its output.
-        rows: the band of this rank.
         points: the points with values, if not all have values; the others stay 0.
 
     Attributes:

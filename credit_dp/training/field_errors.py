@@ -42,12 +42,9 @@ def build_field_errors(
     """Return the errors of fields that have a weight in the config; collective with points.
 
     Args:
-        config: of the loss.
         grid: of all ranks together.
         weights: of all rows of the grid, `(H,)`, or of all points, `(H, W)`, with mean 1.
         channels: weight of each channel, `(C,)`, with the loss's device and dtype.
-        manager: knows the band of this rank.
-        points: the points with values, if not all have values.
 
     Raises:
         UserError: the rows have no quadrature, which spectra on the sphere need.
@@ -76,8 +73,6 @@ class GradientError:
 
     Args:
         rows: weights of all rows of the grid, `(H,)`, or of all points, `(H, W)`, with mean 1.
-        channels: weight of each channel, `(C,)`.
-        manager: knows the band of this rank.
         points: the points of this rank with values; None: all.
         circular: whether the first column is east of the last.
     """
@@ -153,9 +148,7 @@ class SphereTable:
 
     Args:
         latitude: of all rows of the globe, in degrees.
-        rows: the band of this rank.
         transport: to the ranks that share the globe.
-        like: has the device and dtype of the fields.
     """
 
     def __init__(self, latitude: Vector, rows: slice, transport: Transport, like: Tensor) -> None:

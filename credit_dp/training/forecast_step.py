@@ -200,8 +200,6 @@ class EnsembleForecast:
         Args:
             times: initial times, `(B,)`.
             state: of these times; all arguments are those of `ForecastStep.rollout`.
-            forcings: of each step.
-            static: for each sample.
             given: states after each step, of whose rim each is the start of the next.
 
         Shapes:
@@ -236,7 +234,6 @@ def build_forecast_step(
     """Return the forecast step around a model, of training and of forecasts alike.
 
     Args:
-        config: of the model.
         normaliser: on the device of the model's output.
         points: with values, on this rank's rows; None: all of them.
         given_share: on this rank's rows; see `Store.given_share`.

@@ -119,8 +119,6 @@ def recomputed_modules(model: nn.Module, config: Config, domain: int) -> list[st
     computed again.
 
     Args:
-        model: complete, before it is converted.
-        config: of the run.
         domain: ranks that share its rows.
     """
     chosen = config.trainer.checkpoint_activations
@@ -154,8 +152,6 @@ class ForwardBackward(ABC):
     that share a sample.
 
     Args:
-        loss: loss of a forecast step.
-        n_microbatches: how many micro-batches a batch is cut into.
         ranks_per_sample: how many ranks share a sample, each with a part of its loss.
         members: forecasts of each sample on this rank. The model sees them as more samples, so that
             all that works for samples works for them; only the loss takes them together.
@@ -202,13 +198,9 @@ class ModelForwardBackward(ForwardBackward):
 
     Args:
         model: the model that `forecast` calls, wrapped in DDP, sharded by FSDP2, or neither.
-        forecast: calls it.
-        loss: loss of a forecast step.
-        n_microbatches: how many micro-batches a batch is cut into.
         ranks_per_sample: how many ranks share a sample, each with a part of its loss.
         sum_whole_gradients: whether FSDP2 adds up the micro-batches' gradients before it reduces
             them.
-        members: forecasts of each sample on this rank.
         without_gradient: parameters that the output does not depend on, which DDP leaves out.
     """
 
@@ -326,11 +318,8 @@ class PipelineForwardBackward(ForwardBackward):
     """Forward and backward of a model that is cut into pipeline stages.
 
     Args:
-        pipeline: the stages of all ranks.
-        forecast: turns the model's output into fields.
         group: ranks over which gradients are averaged after the last micro-batch; None where FSDP2
             does that, or where this rank is alone with its stages.
-        members: forecasts of each sample on this rank.
     """
 
     def __init__(

@@ -167,11 +167,6 @@ def persistence_loss(config: Config) -> float | None:
 class LivePage:
     """Writes the page of a run; rank 0 alone has one.
 
-    Args:
-        folder: of the run.
-        config: of the run.
-        step: the last step before training starts; 0 for a new run.
-
     Attributes:
         sink: of the run's tracker.
     """

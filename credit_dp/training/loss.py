@@ -51,8 +51,6 @@ class WeightedLoss:
             whole grid have mean 1.
         channels: weight of each channel, `(C,)`: they sum to 1 if all points have values.
         scale: the divisor of differences, `(C, 1, 1)`.
-        height: rows of the globe.
-        points: the points with values, if not all have values.
         kinds: name of each channel's error, if not all have that of the config.
         field_errors: errors of whole fields, with their weights.
         ensemble: connects the ranks that have the other members of the same samples. Then the part
@@ -156,13 +154,10 @@ def build_loss(
     Collective if points are left out: all ranks of the domain call it.
 
     Args:
-        config: of the loss.
         channels: of the model.
         grid: of all ranks together.
-        rows: the band of this rank.
         scale: `(C, 1, 1)`, standard deviation of normalised changes over one step, 1 for
             diagnostic channels; used with `loss.tendency` only. Has the loss's device and dtype.
-        points: the points with values, if not all have values.
         manager: knows the ranks that have the other rows, or other members; None: there are none.
         pressures: see `channel_weights`.
 
@@ -242,7 +237,6 @@ def channel_weights(
     place of its variable's.
 
     Args:
-        config: of the loss.
         channels: of the output.
         pressures: of each model level; None on pressure levels, or if they are unknown.
 
@@ -424,7 +418,6 @@ def build_difference_error(
     """Return the error at a point as a function of the difference there, `(B, C, h, W)`.
 
     Args:
-        config: of the loss.
         kinds: name of each channel's error; empty: all have that of the config.
     """
     errors: dict[str, Callable[[Tensor], Tensor]] = {

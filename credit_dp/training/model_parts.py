@@ -15,18 +15,23 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, final
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
 
+from credit_dp import checks
 from credit_dp.config import (
     Config,
     DiffusionConfig,
+    ModelConfig,
+    MuonConfig,
     OwnModelConfig,
     ParallelConfig,
     TrainerConfig,
@@ -38,8 +43,10 @@ from credit_dp.data.valid_points import ValidPoints
 from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.domain_parallel.band_tensor.boundary import attached_domain
 from credit_dp.domain_parallel.convert import shard_model
-from credit_dp.domain_parallel.planning.model_plan import parameters_outside_graph
+from credit_dp.domain_parallel.planning.model_plan import check_model, parameters_outside_graph
 from credit_dp.domain_parallel.recomputation import checkpoint_modules
+from credit_dp.errors import UserError
+from credit_dp.fields import Fields
 from credit_dp.models import build_model, cast_model
 from credit_dp.models.blocks import (
     draw_noise,
@@ -63,12 +70,6 @@ from credit_dp.training.forward_backward import (
     recomputed_modules,
 )
 from credit_dp.training.loss import WeightedLoss
-from credit_dp.training.model_parameters import (
-    check_has_values,
-    check_parameter_patterns,
-    check_planned_model,
-    freeze,
-)
 from credit_dp.training.parameter_shards import fsdp_mesh, shard_parameters
 
 if TYPE_CHECKING:
@@ -84,8 +85,6 @@ def enable_autocast(part: nn.Module, dtype: torch.dtype, like: Tensor) -> None:
     computed in it, and pipeline stages send it to the next stage.
 
     Args:
-        part: the model or stage.
-        dtype: of the operations that torch's autocast runs in lower precision.
         like: has the device of the computation, and the dtype of outputs.
     """
     forward = part.forward
@@ -222,9 +221,6 @@ def build_network(
     """Build the model and return this rank's parts, with the same initial weights on every mesh.
 
     Args:
-        config: of the run.
-        prepared: has the channels and the grid.
-        manager: this rank's position in the mesh.
         like: has the dtype of the model, and the device of its output.
         first_gpu: the GPU that `cuda:0` in `parallel.layout` means on this rank.
 
@@ -358,3 +354,102 @@ def wrap_in_ddp(
     for parameter in without_gradient:
         parameter.requires_grad_(True)
     return wrapped
+
+
+# Checks of the complete model, before it is sharded: all ranks raise the same errors.
+
+
+def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
+    """Freeze the parameters whose names match a pattern, in place.
+
+    Args:
+        model: the complete model, so that all ranks freeze the same and raise the same errors.
+        patterns: full names of parameters, with the wildcards of file names.
+
+    Raises:
+        UserError: a pattern matches no parameter, or no parameter is left to train.
+    """
+    for parameter in parameters_to_freeze(model, patterns):
+        parameter.requires_grad_(False)
+
+
+def parameters_to_freeze(model: nn.Module, patterns: Sequence[str]) -> list[nn.Parameter]:
+    """Return the parameters whose names match a pattern; see `freeze`."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    matching = [
+        parameters[name]
+        for pattern in patterns
+        for name in match_names("trainer.freeze", pattern, parameters)
+    ]
+    frozen = set(map(id, matching))
+    trained = [p for p in parameters.values() if p.requires_grad and id(p) not in frozen]
+    if patterns and not trained:
+        raise UserError(
+            "trainer.freeze: leaves no parameter to train, it matches all "
+            f"{len(parameters)}. Remove patterns from trainer.freeze."
+        )
+    return matching
+
+
+def check_planned_model(
+    model: nn.Module, config: ModelConfig, fields: Fields, grid: tuple[int, int]
+) -> None:
+    """Refuse a model that a run would refuse, as far as that is known without its weights.
+
+    Args:
+        model: complete and unconverted; its parameters may be on the meta device.
+
+    Raises:
+        UserError: it has lazy layers, fails, or returns another shape than is needed.
+    """
+    for name, x in (*model.named_parameters(), *model.named_buffers()):
+        if is_lazy(x):
+            raise _no_values_error(name)
+    if isinstance(config, OwnModelConfig):
+        check_model(model, fields.inputs, fields.outputs, grid)
+
+
+def _no_values_error(name: str) -> UserError:
+    return UserError(
+        f"model: {name} has no values: it is of a lazy layer, or on the meta device. Give it its "
+        "size and its values where the model is built."
+    )
+
+
+def check_has_values(model: nn.Module) -> None:
+    """Refuse parameters and buffers without values."""
+    for name, x in (*model.named_parameters(), *model.named_buffers()):
+        if is_lazy(x) or x.is_meta:
+            raise _no_values_error(name)
+
+
+def check_parameter_patterns(model: nn.Module, config: Config) -> None:
+    """Refuse patterns of the config that match no parameter of a complete model, or freeze all."""
+    parameters_to_freeze(model, config.trainer.freeze)
+    if isinstance(config.optimizer, MuonConfig):
+        # The optimizer knows a shared parameter under the first of its names only.
+        first_names = dict(model.named_parameters())
+        for pattern in config.optimizer.adamw:
+            match_names("optimizer.adamw", pattern, first_names)
+
+
+def match_names(key: str, pattern: str, names: Collection[str]) -> list[str]:
+    """Return the names of parameters that a pattern of a config key matches.
+
+    Raises:
+        UserError: there is none.
+    """
+    matched = [name for name in names if fnmatchcase(name, pattern)]
+    if not matched:
+        raise UserError(
+            f"{key}: needs patterns of parameters' names, but {pattern!r} matches none of "
+            f"{len(names)}.{_suggest_pattern(pattern, names)}"
+        )
+    return matched
+
+
+def _suggest_pattern(pattern: str, names: Collection[str]) -> str:
+    """Suggest another pattern or name: often a module's name lacks the wildcard."""
+    if any(name.startswith(f"{pattern}.") for name in names):
+        return f" Did you mean {pattern}.*?"
+    return checks.did_you_mean(pattern, names) or f" Names are like {next(iter(names), '')}."

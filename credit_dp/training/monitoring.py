@@ -1,18 +1,18 @@
-"""What is watched while a run trains: validation, pace and traces."""
+"""What watches a run while it trains: validation, pace, traces, and the callbacks of users."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import repeat
 from pathlib import Path
 from typing import Self, final
 
 import torch
-from torch import profiler
+from torch import nn, profiler
 
-from credit_dp.config import Config
+from credit_dp.config import Config, OwnCallbackConfig
 from credit_dp.data.loader import Batch, Loader
 from credit_dp.data.setup import TrainingData
 from credit_dp.distributed.collectives import all_gather_object
@@ -28,9 +28,11 @@ from credit_dp.evaluation.held_out import (
 from credit_dp.evaluation.maps import FieldMap
 from credit_dp.evaluation.metric_table import FORECAST, TRUTH, Extent, ScoreSums, run_metrics
 from credit_dp.files import atomic_path
+from credit_dp.plugins import report_plugin_errors
 from credit_dp.training.build_training import Training
 from credit_dp.training.console import EtaMessage, Screen
 from credit_dp.training.run_folder import translate_write_errors
+from credit_dp.training.state import TrainingState
 from credit_dp.training.summary import steps_per_epoch
 from credit_dp.training.trainer import StepRecord
 
@@ -182,8 +184,6 @@ class TrainingMonitor:
     All ranks have one and call it at the same steps, as a validation is collective.
 
     Args:
-        screen: this rank's screen.
-        validation: if there is one.
         trace: path of this rank's trace, if it writes one.
 
     Attributes:
@@ -269,3 +269,75 @@ class TrainingMonitor:
         scores = self.validation()
         self.map = self.validation.map
         return scores
+
+
+@final
+@dataclass(frozen=True)
+class CallbackRun:
+    """What a callback may read of a run, on the rank that calls it.
+
+    `folder` is that of the run's files; `manager` has this rank's position in the mesh and the
+    process groups.
+    """
+
+    config: Config
+    folder: Path
+    manager: DomainParallelManager
+    _state: TrainingState
+
+    @property
+    def rank(self) -> int:
+        """Return this rank's number; rank 0 writes."""
+        return self.manager.rank
+
+    @property
+    def step(self) -> int:
+        """Return the number of optimizer steps that are done."""
+        return self._state.step
+
+    @property
+    def parts(self) -> tuple[nn.Module, ...]:
+        """Return the model, or this rank's stages of a pipeline."""
+        return self._state.parts
+
+    @property
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """Return the parameters by name, with fsdp2 as shards.
+
+        After a step `.grad` is the gradient of the global batch, clipped.
+        """
+        return self._state.parameters
+
+
+@final
+class Callbacks:
+    """The callbacks of a rank, called one after the other.
+
+    Every call raises a `UserError`, with file and line, if a callback fails.
+    """
+
+    def __init__(self, callbacks: Sequence[OwnCallbackConfig], run: CallbackRun) -> None:
+        self._callbacks = callbacks
+        self._run = run
+        self._device = next((p.device for p in run.parameters.values()), torch.device("cpu"))
+
+    def on_start(self) -> None:
+        """Training starts or goes on."""
+        self._call("on_start")
+
+    def on_step(self, metrics: Mapping[str, float], scores: Mapping[str, float]) -> None:
+        """A step is done; `scores` are those of the validation after it, if there was one."""
+        self._call("on_step", metrics)
+        if scores:
+            self._call("on_validation", scores)
+
+    def on_end(self, scores: Mapping[str, float]) -> None:
+        """The run is complete and its final scores are written."""
+        self._call("on_end", scores)
+
+    def _call(self, method: str, *arguments: Mapping[str, float]) -> None:
+        for callback in self._callbacks:
+            where = f"trainer.callbacks.{callback.name}: {type(callback).__name__}.{method}"
+            # Training goes on as if there were no callback.
+            with report_plugin_errors(where), preserve_rng_state(self._device), torch.no_grad():
+                getattr(callback, method)(self._run, *map(dict, arguments))

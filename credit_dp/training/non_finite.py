@@ -16,7 +16,8 @@ from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.torch_private import is_compiler_imported
 from credit_dp.training.data_description import DataDescription
 from credit_dp.training.forward_backward import ForwardBackward, PrepareForward
-from credit_dp.training.replicas import local_tensor, replica_name
+from credit_dp.training.parameter_shards import local_tensor
+from credit_dp.training.replicas import replica_name
 from credit_dp.training.state import TrainingState
 
 NOT_REPRODUCED = (

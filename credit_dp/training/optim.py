@@ -32,7 +32,7 @@ from credit_dp.plugins import report_plugin_errors
 from credit_dp.random_streams import random_seed, seed_python
 from credit_dp.torch_private import set_schedule
 from credit_dp.training.optimizers import Lion, Muon, build_plugin_optimizer
-from credit_dp.training.replicas import local_tensor
+from credit_dp.training.parameter_shards import local_tensor
 
 FUSED_DEVICES = {"cuda", "cpu"}  # on which one kernel updates the weights
 SCHEDULE_SAMPLES = 100  # steps at which a user's own schedule is tried before training
@@ -51,8 +51,6 @@ def build_optimizer(
     """Return the optimizer of all parameters that are not frozen.
 
     Args:
-        parameters: by name.
-        config: of the optimizer.
         factors: of the learning rate, by the names of parameters; see `learning_rate_factors`.
         skips_on_device: whether `take_step` gets `skip`, which torch's fused update reads.
 
@@ -145,8 +143,6 @@ def parameter_groups(
     The first two groups have the learning rate of the config; each other factor has two more.
 
     Args:
-        parameters: by name.
-        config: of the optimizer.
         factors: of the learning rate, by the names of parameters; 1 for all others.
     """
     return [
@@ -174,7 +170,6 @@ def learning_rate_factors(parts: Sequence[nn.Module], config: OptimizerConfig) -
 
     Args:
         parts: the model, or stages of it, which know all segments of the model.
-        config: of the optimizer.
 
     Raises:
         UserError: the model has no segments.
@@ -341,9 +336,6 @@ def seed_step(seed: int, step: int, data_rank: int, model_rank: int) -> None:
     on all ranks that share the model.
 
     Args:
-        seed: of the run.
-        step: number of steps taken before.
-        data_rank: of this rank.
         model_rank: number of this rank among the ranks that share the model and its globe: pipeline
             rank * domain ranks + domain rank.
     """
@@ -403,12 +395,7 @@ class WeightAverage:
 
     @torch.no_grad()
     def reset_to_parameters(self, names: Collection[str], updates: int = 0) -> None:
-        """Set the averages of these names to the present parameters.
-
-        Args:
-            names: of parameters.
-            updates: number of updates of the other averages.
-        """
+        """Set the averages of these names to the present parameters."""
         for name in names:
             self.averages[name].copy_(self.parameters[name])
         self.updates = updates

@@ -24,8 +24,7 @@ from credit_dp.torch_private import (
     foreach_mul_,
     foreach_sign_,
 )
-from credit_dp.training.parameter_shards import is_dtensor
-from credit_dp.training.replicas import local_tensor
+from credit_dp.training.parameter_shards import is_dtensor, local_tensor, own_shard
 
 # Parameter groups, with `params`, `lr` and `weight_decay`.
 Groups = Sequence[Mapping[str, Any]]
@@ -197,17 +196,6 @@ class Muon(Optimizer):
             eps=self._eps,
             maximize=False,
         )
-
-
-def own_shard(whole: Tensor, parameter: Tensor) -> Tensor:
-    """Return this rank's shard of a tensor that all ranks have, as the parameter is sharded."""
-    if not is_dtensor(parameter):
-        return whole
-    from torch.distributed.tensor import distribute_tensor
-
-    # All ranks have the same tensor: each takes its shard, and none sends anything.
-    mesh, placements = parameter.device_mesh, parameter.placements
-    return local_tensor(distribute_tensor(whole, mesh, placements, src_data_rank=None))
 
 
 STATE_REQUIREMENT = (

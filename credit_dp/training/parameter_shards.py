@@ -41,6 +41,22 @@ def is_dtensor(tensor: Tensor) -> TypeGuard[DTensor]:
     return tensors is not None and isinstance(tensor, tensors.DTensor)
 
 
+def local_tensor(parameter: Tensor) -> Tensor:
+    """Return this rank's part of a parameter; writing into it changes the parameter."""
+    return parameter.to_local() if is_dtensor(parameter) else parameter
+
+
+def own_shard(whole: Tensor, parameter: Tensor) -> Tensor:
+    """Return this rank's shard of a tensor that all ranks have, as the parameter is sharded."""
+    if not is_dtensor(parameter):
+        return whole
+    from torch.distributed.tensor import distribute_tensor
+
+    # Without a source rank each takes its shard of its own copy, and none sends anything.
+    mesh, placements = parameter.device_mesh, parameter.placements
+    return distribute_tensor(whole, mesh, placements, src_data_rank=None).to_local()
+
+
 def shard_parameters(
     part: nn.Module, mesh: DeviceMesh, parallel: ParallelConfig, dtype: torch.dtype
 ) -> None:

@@ -5,22 +5,20 @@ difference was found, for the error message.
 """
 
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from credit_dp.distributed.collectives import all_gather_tensor
+from credit_dp.distributed.collectives import all_gather_object, all_gather_tensor
 from credit_dp.distributed.failure_report import rank_name
 from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.domain_parallel.parameter_check import checksum
 from credit_dp.errors import UserError
-from credit_dp.training.parameter_shards import is_dtensor
+from credit_dp.training.parameter_shards import is_dtensor, local_tensor
 
-NAME_BYTES = 512  # longer names are cut
 MAX_NAMED_RANKS = 3  # the message names these, and counts the others
-ABSENT, SHARDED, REPLICATED = 0, 1, 2  # how a rank holds a parameter
 ADVICE = (
     "Every rank has to build and update the same weights: look for random numbers, files or "
     "gradients that only some ranks use, and for faulty hardware; then resume from a checkpoint "
@@ -40,7 +38,6 @@ def check_replicas(
 
     Args:
         parameters: of this rank's pipeline stages, by name.
-        manager: this rank's position in the mesh.
         step: for the message; 0: at the start.
 
     Raises:
@@ -57,11 +54,6 @@ def check_replicas(
     if any(has_found for (has_found,) in all_gather_ints([int(first is not None)])):
         suspect = "" if first is None else names[first]
         raise UserError(difference_message(suspect, parameters, manager, step))
-
-
-def local_tensor(parameter: Tensor) -> Tensor:
-    """Return this rank's part of a parameter; writing into it changes the parameter."""
-    return parameter.to_local() if is_dtensor(parameter) else parameter
 
 
 def check_same_parameters(
@@ -98,9 +90,7 @@ def first_difference(
     """Return the index of the first parameter whose checksums differ where they should not.
 
     Args:
-        sums: checksum of each parameter.
         replicated: whether each parameter is equal on all ranks of these axes.
-        manager: this rank's position in the mesh.
     """
     differing = differing_entries(sums, manager.domain_group)
     if manager.ensemble_parallel_size > 1:
@@ -126,56 +116,40 @@ def difference_message(
     Ranks may suspect different parameters: all of them take the first name in alphabetical order,
     so that the message is the same everywhere.
     """
-    encoded = list(suspect.encode()[:NAME_BYTES].ljust(NAME_BYTES, b"\0"))
-    rows = all_gather_ints(encoded)
-    first_name = min(text for row in rows if (text := bytes(row).rstrip(b"\0")))
-    local_names = [n for n in parameters if n.encode()[:NAME_BYTES] == first_name]
-    entry = kind_and_checksum(parameters[local_names[0]]) if local_names else [ABSENT, 0]
-    table = all_gather_ints(entry)
-    reference, differing = reference_and_differing_ranks(table, manager)
+    first_name = min(filter(None, all_gather_object(suspect)))
+    held = parameters.get(first_name)
+    own_sum = None if held is None or is_dtensor(held) else int(checksum(held))
+    reference, differing = reference_and_differing_ranks(all_gather_object(own_sum), manager)
     more = (
         f" and {len(differing) - MAX_NAMED_RANKS} more" if len(differing) > MAX_NAMED_RANKS else ""
     )
     others = ", ".join(replica_name(rank, manager) for rank in differing[:MAX_NAMED_RANKS])
     return (
-        f"parallel.check_replicas_every: parameter {first_name.decode(errors='replace')} differs "
+        f"parallel.check_replicas_every: parameter {first_name} differs "
         f"between {replica_name(reference, manager)} and {others}{more} {step_phrase(step)}. "
         f"{ADVICE}"
     )
 
 
-def kind_and_checksum(parameter: Tensor) -> list[int]:
-    """Return how this rank holds a parameter, and the checksum of its local part."""
-    kind = SHARDED if is_dtensor(parameter) else REPLICATED
-    return [kind, int(checksum(local_tensor(parameter)))]
-
-
 def reference_and_differing_ranks(
-    table: list[list[int]], manager: DomainParallelManager
+    sums: list[int | None], manager: DomainParallelManager
 ) -> tuple[int, list[int]]:
-    """Return a rank with the most frequent checksum of its group, and the ranks that differ.
+    """Return a rank with the most frequent checksum of its stage, and the ranks that differ.
 
-    If two checksums are equally frequent, that of the lower rank is the reference.
-
-    Args:
-        table: kind and checksum on each rank.
-        manager: this rank's position in the mesh.
+    If two checksums are equally frequent, that of the lower rank is the reference. `sums` has the
+    checksum on each rank; None: it has not all of the parameter.
     """
-    for ranks in replica_groups(table, manager):
-        values = [table[rank][1] for rank in ranks]
+    per_stage = manager.replicas
+    for start in range(0, manager.world_size, per_stage):
+        if sums[start] is None:
+            continue
+        ranks = list(range(start, start + per_stage))
+        values = [sums[rank] for rank in ranks]
         most_frequent = max(values, key=values.count)  # the first one, if several are
-        differing = [rank for rank in ranks if table[rank][1] != most_frequent]
+        differing = [rank for rank in ranks if sums[rank] != most_frequent]
         if differing:
             return ranks[values.index(most_frequent)], differing
     raise RuntimeError("checksums that differed a moment ago are equal now")
-
-
-def replica_groups(table: list[list[int]], manager: DomainParallelManager) -> Iterable[list[int]]:
-    """Yield the groups of ranks that should have the same bits of the parameter in the table."""
-    per_stage = manager.replicas
-    for start in range(0, manager.world_size, per_stage):
-        if table[start][0] == REPLICATED:
-            yield list(range(start, start + per_stage))
 
 
 def all_gather_ints(values: list[int]) -> list[list[int]]:

@@ -44,13 +44,12 @@ from credit_dp.evaluation.held_out import (
 from credit_dp.evaluation.maps import FieldMap
 from credit_dp.evaluation.scorecard import HeldOutScores
 from credit_dp.training.build_training import Training, build_training
-from credit_dp.training.callbacks import CallbackRun, Callbacks
 from credit_dp.training.checkpoint import CheckpointSaver, find_checkpoint, load_checkpoint
 from credit_dp.training.checkpoint_files import read_metadata
 from credit_dp.training.console import Screen, notes_of, screen_for
 from credit_dp.training.data_description import calendar_of_fields
 from credit_dp.training.loggers import Tracker, open_tracker
-from credit_dp.training.monitoring import TrainingMonitor, Validation
+from credit_dp.training.monitoring import CallbackRun, Callbacks, TrainingMonitor, Validation
 from credit_dp.training.run_folder import (
     RunFolder,
     log_to_file,

@@ -296,8 +296,6 @@ def log_to_file(folder: Path, rank: int, early: Iterable[logging.LogRecord] = ()
     file. If the file can't be written, there is one warning.
 
     Args:
-        folder: of the run.
-        rank: of this process.
         early: records from before the file was opened.
     """
     path = folder / "logs" / f"rank-{rank}.log"

@@ -40,7 +40,7 @@ from credit_dp.training.loss import (
     channel_weights,
     check_spectra,
 )
-from credit_dp.training.model_parameters import check_parameter_patterns, check_planned_model
+from credit_dp.training.model_parts import check_parameter_patterns, check_planned_model
 from credit_dp.training.monitoring import MAX_INITIAL_TIMES
 from credit_dp.training.optim import build_optimizer, check_schedule, learning_rate_factors
 from credit_dp.training.state import model_tensors
@@ -68,7 +68,6 @@ def check_start(
     Args:
         config: of the run; `--check` knows the dates and the grid that the data give it.
         data: the store; or the times of a quickstart store that is not built yet.
-        data_ranks: number of data ranks.
         resume: the checkpoint that the run resumes from.
 
     Raises:
@@ -140,7 +139,6 @@ def with_validation(config: Config, times: HasTimes) -> Config:
 
     Args:
         config: of the run, with the dates that the store gives it.
-        times: of the store.
 
     Raises:
         UserError: a key like `trainer.keep_best` needs validations, but there would be none.
@@ -167,7 +165,6 @@ def validation_interval(config: Config, forecasts: int) -> int:
     """Return the number of steps between validations, a multiple of `trainer.log_every`; 0: none.
 
     Args:
-        config: of the run.
         forecasts: of a validation, without members that differ in the model's noise.
     """
     trainer, model = config.trainer, config.model

@@ -218,10 +218,6 @@ class TrainingState:
         left out. So are averages that the checkpoint does not have: `load_metadata` sets them to
         the weights.
 
-        Args:
-            saved: shapes of the checkpoint's tensors, by name.
-            dtype: returns the dtype of a tensor of this name.
-
         Raises:
             UserError: the checkpoint has other tensors of a parameter than the optimizer keeps.
         """

@@ -31,7 +31,7 @@ from credit_dp.training.build_training import Training
 from credit_dp.training.forward_backward import recomputed_modules
 from credit_dp.training.loss import members_sent
 from credit_dp.training.optim import moments_per_parameter
-from credit_dp.training.replicas import local_tensor
+from credit_dp.training.parameter_shards import local_tensor
 
 logger = logging.getLogger(__name__)
 

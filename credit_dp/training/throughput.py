@@ -23,7 +23,6 @@ class ThroughputMeter:
     part of a step.
 
     Args:
-        manager: this rank's coordinates on the mesh.
         clock: returns seconds since an arbitrary moment.
     """
 

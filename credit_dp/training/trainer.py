@@ -110,10 +110,7 @@ class Trainer:
     """Takes optimizer steps on batches of the rank's own rows.
 
     Args:
-        config: of the trainer.
-        state: all that changes while training.
         forward_backward: computes the gradients of a batch on this mesh.
-        manager: this rank's coordinates on the mesh.
         check_every: steps between checks that replicas are equal; 0: before the first step only.
         names: names of the parts of the loss, if they are to be logged.
         augmentation: changes the samples before they are used, if there is one.
@@ -164,10 +161,6 @@ class Trainer:
         Every rank of the run calls this with its own rows of its own samples. All ranks run the
         numbered blocks in this order; within a group, collectives come in the same order on every
         rank.
-
-        Args:
-            batch: this rank's rows and samples.
-            pending_signal: returns the signal for which this rank has to stop, or 0.
 
         Raises:
             UserError: the loss or the gradient is not finite and training has to stop, or replicas

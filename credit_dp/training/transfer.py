@@ -39,8 +39,7 @@ from credit_dp.training.data_description import (
     format_value,
     grid_of_fields,
 )
-from credit_dp.training.parameter_shards import is_dtensor
-from credit_dp.training.replicas import local_tensor
+from credit_dp.training.parameter_shards import local_tensor, own_shard
 from credit_dp.training.state import (
     AVERAGE_PREFIX,
     MODEL_PREFIX,
@@ -109,9 +108,6 @@ def load_initial_weights(
 
     Args:
         path: of a checkpoint, of a folder of checkpoints, or of a run.
-        state: its weights are changed.
-        model: the model's config.
-        prepared: has the channels and the grid.
 
     Returns:
         A summary in one line, the same on every rank.
@@ -159,9 +155,7 @@ def check_initial_weights(
     """Refuse a checkpoint that `load_initial_weights` would refuse, before there are statistics.
 
     Args:
-        path: as for `load_initial_weights`.
         model: complete; its parameters may be on the meta device.
-        config: of the model.
         store: without it, only whether the checkpoint can be read is checked.
 
     Raises:
@@ -250,12 +244,6 @@ def channel_dims(
 
     The model is built with one more channel of each kind: a dimension that grows depends on it.
 
-    Args:
-        config: of the model.
-        fields: the number of its channels.
-        grid: rows and columns.
-        names: of its channels.
-
     Raises:
         UserError: the model can't be built with one more channel.
     """
@@ -322,9 +310,6 @@ def match_tensor(
     Averaged weights are preferred to those of the last step.
 
     Args:
-        name: of the tensor in the model.
-        shape: of the unsharded tensor.
-        saved: shapes of the checkpoint's tensors.
         dims: the tensor's dimensions that depend on the channels; none if channels are the same.
         names: of the channels of the model, and of the checkpoint.
     """
@@ -438,21 +423,8 @@ def copy_entries(target: Tensor, source: Tensor, match: TensorMatch) -> None:
     mask = torch.zeros(target.shape, dtype=torch.bool)
     mask[at] = True
     local = local_tensor(target)
-    values, mask = (local_part_of(target, x).to(local.device) for x in (values, mask))
+    values, mask = (own_shard(x, target).to(local.device) for x in (values, mask))
     local.copy_(torch.where(mask, values, local))
-
-
-def local_part_of(target: Tensor, unsharded: Tensor) -> Tensor:
-    """Cut a tensor that every rank has as another tensor is sharded; sends nothing."""
-    if not is_dtensor(target):
-        return unsharded
-    from torch.distributed.tensor import distribute_tensor
-
-    # Without a source rank each rank cuts its own copy, instead of receiving rank 0's.
-    sharded = distribute_tensor(
-        unsharded, target.device_mesh, target.placements, src_data_rank=None
-    )
-    return sharded.to_local()
 
 
 ADVICE = "Leave the model group out, which comes with the checkpoint, or change checkpoint."
@@ -477,10 +449,6 @@ def load_weights(checkpoint: Checkpoint, parts: tuple[nn.Module, ...]) -> None:
     """Load the weights of a checkpoint into this rank's parts of a model; averages, if there are.
 
     Collective: all ranks of the run call it.
-
-    Args:
-        checkpoint: opened on rank 0.
-        parts: see `TrainingState`.
 
     Raises:
         UserError: on all ranks, if the weights are of another model, or can't be read.

@@ -19,8 +19,7 @@ from credit_dp.config import Config, OwnCallbackConfig, TrainerConfig
 from credit_dp.config import training as training_config
 from credit_dp.distributed.launcher import RankInfo
 from credit_dp.domain_parallel import DomainParallelManager
-from credit_dp.training.callbacks import CallbackRun
-from credit_dp.training.monitoring import Validation
+from credit_dp.training.monitoring import CallbackRun, Validation
 from credit_dp.training.run import run
 from credit_dp.training.state import ValidationHistory
 from tests.commands import run_line

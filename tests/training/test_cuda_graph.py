@@ -18,7 +18,7 @@ from credit_dp.training import run as training_run
 from credit_dp.training.build_training import build_training
 from credit_dp.training.cuda_graph import StepGraph
 from credit_dp.training.forward_backward import recomputed_modules
-from credit_dp.training.replicas import local_tensor
+from credit_dp.training.parameter_shards import local_tensor
 from tests.ranks import on_processes
 from tests.tier_cases import every, tiers
 from tests.training.meshes import Mesh, on_mesh

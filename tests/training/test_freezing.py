@@ -10,7 +10,7 @@ from torch import nn
 from credit_dp.config import MuonConfig
 from credit_dp.errors import UserError
 from credit_dp.training.checkpoint import load_checkpoint
-from credit_dp.training.model_parameters import check_parameter_patterns, freeze
+from credit_dp.training.model_parts import check_parameter_patterns, freeze
 from tests.training.meshes import (
     HALF_WAY,
     record_trajectory,

@@ -13,7 +13,7 @@ from credit_dp.data.setup import prepare_training_data
 from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.errors import UserError
 from credit_dp.training.build_training import Training
-from credit_dp.training.replicas import local_tensor
+from credit_dp.training.parameter_shards import local_tensor
 from credit_dp.training.state import named_tensors
 from credit_dp.training.transfer import (
     channel_names,

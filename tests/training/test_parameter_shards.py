@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from credit_dp.config import Config, OwnModelConfig, ParallelConfig
 from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.models.segments import Segment, SegmentedModel
-from credit_dp.training.model_parameters import check_has_values
+from credit_dp.training.model_parts import check_has_values
 from credit_dp.training.parameter_shards import fsdp_mesh, shard_parameters, shards_of
 from credit_dp.training.replicas import check_replicas
 from tests.ranks import on_processes

@@ -11,8 +11,8 @@ from torch.distributed.fsdp import fully_shard
 from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.domain_parallel.parameter_check import CHUNK_ENTRIES, checksum
 from credit_dp.errors import UserError
-from credit_dp.training.parameter_shards import fsdp_mesh
-from credit_dp.training.replicas import check_replicas, local_tensor
+from credit_dp.training.parameter_shards import fsdp_mesh, local_tensor
+from credit_dp.training.replicas import check_replicas
 from tests.ranks import on_processes
 
 Parameters = dict[str, Tensor]

@@ -315,16 +315,6 @@ def test_the_next_state_can_be_denoised_instead_of_the_tendency(store, tmp_path)
 
 
 @pytest.mark.slow
-def test_bands_have_the_gradients_of_the_globe(store, tmp_path):
-    config = of_diffusion(make_config(store, tmp_path / "run"))
-    wanted = gradient_of_first_batch(alone(), config)
-    config = on_mesh(config, Mesh(1, 1, 3))
-    for share, gradients in on_processes(3, gradient_of_first_batch, config, domain=3):
-        # DDP has averaged over the bands the gradients of a loss multiplied by their number.
-        assert_same_gradients((share, gradients), wanted)
-
-
-@pytest.mark.slow
 def test_a_stage_without_inputs_and_targets_trains(store, tmp_path):
     config = of_diffusion(make_config(store, tmp_path / "run"), steps=3)
     config = replace(config, data=replace(config.data, batch_size=6))

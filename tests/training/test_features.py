@@ -14,7 +14,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from credit_dp.config import Config, DiffusionConfig, ModelConfig, StandardLossConfig
+from credit_dp.config import (
+    Config,
+    DiffusionConfig,
+    LionConfig,
+    ModelConfig,
+    MuonConfig,
+    OptimizerConfig,
+    StandardLossConfig,
+)
 from credit_dp.data.grid import Grid
 from credit_dp.domain_parallel import DomainParallelManager
 from tests.data import stores
@@ -99,6 +107,12 @@ def frozen(folder: Path, model: ModelConfig, *patterns: str) -> Config:
     return replace(config, optimizer=replace(config.optimizer, ema=0.9))
 
 
+def optimised(folder: Path, optimizer: OptimizerConfig) -> Config:
+    """Return a run with another optimizer, whose early layers learn more slowly."""
+    config = on_globe(folder, tiny_unet())
+    return replace(config, optimizer=replace(optimizer, warmup_steps=3, layer_decay=0.8))
+
+
 def rim(folder: Path) -> Config:
     """Return a run in a box whose rim is given: of three bands the outer ones are all rim."""
     path = folder / "box.zarr"
@@ -124,6 +138,16 @@ FEATURES: dict[str, Callable[[Path], Config]] = {
     "augmented, channels last": lambda folder: augmented(folder, channels_last=True),
     "sea": lambda folder: sea(folder, tiny_unet(frames=2)),
     "rim": rim,
+    "rollout": lambda folder: on_globe(
+        folder,
+        tiny_unet(stochastic_depth=0.4, activation_checkpointing=True),
+        rollout={0: 1, 2: 2},
+        accumulate=2,
+        gradient_clip=CLIP,
+        checkpoint_activations="blocks",
+    ),
+    # FSDP2 gathers its matrices; a pipeline has some of the parameters on each rank.
+    "muon": lambda folder: optimised(folder, MuonConfig(lr=1e-2, adamw=["stem.*", "head.*"])),
 }
 FAST = [  # what exchanges most
     ("members", Mesh(1, 1, 2, "fsdp2", ensemble=2)),
@@ -142,6 +166,10 @@ SLOW = [  # what each has not met there
     ("sea", Mesh(2, 2, 1, "fsdp2", "interleaved")),
     ("rim", Mesh(1, 1, 3)),
     ("rim", Mesh(1, 2, 1, "fsdp2")),
+    ("rollout", Mesh(1, 2, 2, "fsdp2")),
+    ("rollout", Mesh(1, 1, 3)),
+    ("muon", Mesh(2, 1, 2, "fsdp2")),
+    ("muon", Mesh(1, 2, 1)),
 ]
 # Other models and keys of the same features, in the widest tier only.
 OTHERS: dict[str, Callable[[Path], Config]] = {
@@ -156,6 +184,10 @@ OTHERS: dict[str, Callable[[Path], Config]] = {
     "sea, crossformer": lambda folder: sea(
         folder, tiny_crossformer(frames=2), rollout={0: 2}, checkpoint_activations="step"
     ),
+    "rollout, crossformer": lambda folder: on_globe(
+        folder, tiny_crossformer(), rollout={0: 1, 2: 3}, checkpoint_activations="step"
+    ),
+    "lion": lambda folder: optimised(folder, LionConfig(lr=1e-3)),
     "frozen": lambda folder: frozen(folder, tiny_unet(), "*.norm2.weight"),
     "frozen crossformer": lambda folder: frozen(folder, tiny_crossformer(), "levels.0.*"),
     "channels last, crossformer": lambda folder: on_globe(
@@ -166,7 +198,10 @@ OTHERS: dict[str, Callable[[Path], Config]] = {
     ),
 }
 # A pipeline trains on no rollouts.
-ROLLOUTS = {"members", "members, depthwise", "members, crossformer", "sea, crossformer", "rim"}
+ROLLOUTS = {
+    *("members", "members, depthwise", "members, crossformer", "sea, crossformer", "rim"),
+    *("rollout", "rollout, crossformer"),
+}
 EXHAUSTIVE = [
     (feature, mesh)
     for feature, mesh in product(

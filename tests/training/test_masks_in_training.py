@@ -188,14 +188,6 @@ def test_training_is_the_same_on_bands_without_any_values(config, wanted, ranks)
     assert field.shape == (ROWS, COLUMNS)
 
 
-@pytest.mark.exhaustive
-def test_training_in_a_pipeline_leaves_the_same_points_out(config, wanted):
-    parallel = replace(config.parallel, pipeline=2, domain=2)
-    found = on_processes(4, train_all, replace(config, parallel=parallel), domain=2, pipeline=2)
-    for numbers, *_ in found:
-        assert np.array(numbers) == pytest.approx(np.array(wanted[0]), rel=1e-10, abs=0)
-
-
 def poisoned(config: Config, monkeypatch: pytest.MonkeyPatch, value: float) -> torch.Tensor:
     """Return the weights after a few steps with `value` on masked points of the target."""
     mask = torch.from_numpy(prepare_training_data(config.data).store.valid_mask(slice(None)))

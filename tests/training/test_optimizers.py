@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ import torch
 from torch import nn
 
 from credit_dp.config import (
-    Config,
     LionConfig,
     MuonConfig,
     OptimizerConfig,
@@ -28,15 +26,6 @@ from credit_dp.training.optim import (
 )
 from tests.checkpoints import save_checkpoint
 from tests.tables import entry
-from tests.tier_cases import tiers
-from tests.training.meshes import (
-    ONE,
-    Mesh,
-    Trajectory,
-    assert_same_trajectory,
-    run_on_mesh,
-    train_from_start,
-)
 from tests.training.refusals import assert_refused
 from tests.training.runs import alone, built, make_config, make_store
 from tests.training.states import small_state, take_step
@@ -176,44 +165,6 @@ def test_complex_weights_are_two_real_ones() -> None:
         found, wanted = torch.view_as_real(whole.detach()), parts.detach()
         with entry(config.name):
             torch.testing.assert_close(found, wanted, rtol=1e-13, atol=0)
-
-
-OPTIMIZERS: dict[str, OptimizerConfig] = {
-    "lion": LionConfig(lr=1e-3, warmup_steps=3, layer_decay=0.8),
-    "muon": MuonConfig(lr=1e-2, warmup_steps=3, layer_decay=0.8, adamw=["stem.*", "head.*"]),
-}
-# FSDP2 gathers matrices of Muon; a pipeline has some of the parameters on each rank. The fast tier
-# has each optimizer on one mesh: `test_meshes.RUNS`.
-MESHES = tiers(
-    fast=(),
-    slow=[("muon", Mesh(2, 1, 2, "fsdp2"))],
-    exhaustive=[
-        ("lion", Mesh(1, 2, 2, "fsdp2")),
-        ("muon", Mesh(2, 2, 1, "ddp")),
-    ],
-)
-
-
-@pytest.fixture(scope="module")
-def reference(
-    tmp_path_factory: pytest.TempPathFactory,
-) -> Callable[[str], tuple[Config, Trajectory]]:
-    """Return a config with an optimizer, and its trajectory on one process."""
-    folder = tmp_path_factory.mktemp("optimizers")
-    store = make_store(folder, 17)
-
-    @cache
-    def get(name: str) -> tuple[Config, Trajectory]:
-        config = replace(make_config(store, folder / name), optimizer=OPTIMIZERS[name])
-        return config, run_on_mesh(ONE, train_from_start, config, None)
-
-    return get
-
-
-@pytest.mark.parametrize(("name", "mesh"), MESHES)
-def test_ten_steps_are_those_of_one_process(reference, name, mesh):
-    config, wanted = reference(name)
-    assert_same_trajectory(run_on_mesh(mesh, train_from_start, config, None), wanted)
 
 
 def test_muon_takes_gradients_that_have_nearly_vanished() -> None:

@@ -2,7 +2,6 @@
 
 import re
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +21,9 @@ from tests.ranks import on_processes
 from tests.tier_cases import tiers
 from tests.training.masked_stores import sea_config
 from tests.training.meshes import (
-    CLIP,
-    HALF_WAY,
     ONE,
     Mesh,
-    assert_resuming_changes_no_bit,
     assert_same_gradients,
-    assert_same_trajectory,
     first_gradients,
     on_mesh,
     run_on_mesh,
@@ -192,65 +187,13 @@ def parts_only(manager: DomainParallelManager, config: Config) -> dict[str, floa
     return one_pass(manager, config)[1]
 
 
-MODELS = {
-    "unet": tiny_unet(squeeze_excite=True),
-    "crossformer": tiny_crossformer(),
-    "depth": tiny_unet(stochastic_depth=0.4, activation_checkpointing=True),
-}
-# Each model with each mode, and computing steps again or not with each mode.
-CASES = tiers(
-    fast=(),  # `test_meshes.RUNS` has such rollouts
-    slow=[
-        ("depth", Mesh(1, 2, 2, "fsdp2"), "blocks"),
-        ("crossformer", Mesh(1, 1, 3, "ddp"), True),
-    ],
-    exhaustive=[
-        ("depth", Mesh(1, 1, 3, "fsdp2"), False),
-        ("unet", Mesh(1, 1, 2, "ddp"), False),
-        ("depth", Mesh(1, 2, 1, "ddp"), True),
-        ("depth", Mesh(1, 1, 3, "ddp"), True),
-        ("crossformer", Mesh(1, 2, 2, "fsdp2"), True),
-        ("depth", Mesh(1, 1, 1, "ddp"), "blocks"),
-        ("crossformer", Mesh(1, 1, 3, "ddp"), "blocks"),
-    ],
-)
-
-
-@pytest.fixture(scope="module")
-def reference(store):
-    """Five steps of each model on one process, whose rollouts grow, and their trajectory."""
-
-    @cache
-    def get(model: str) -> Any:
-        config = make_config(
-            store,
-            store.parent / model,
-            MODELS[model],
-            steps=5,
-            accumulate=2,
-            gradient_clip=CLIP,
-            rollout=SCHEDULE,
-        )
-        config = replace(config, data=replace(config.data, batch_size=4))
-        return config, run_on_mesh(ONE, train_from_start, config, None)
-
-    return get
-
-
-@pytest.mark.parametrize(("model", "mesh", "again"), CASES)
-def test_growing_rollouts_train_as_on_one_process(reference, model, mesh, again):
-    config, wanted = reference(model)
-    assert min(norm for _, norm in wanted[0]) > CLIP
-    config = replace_trainer(config, checkpoint_activations=again)
-    assert_same_trajectory(run_on_mesh(mesh, train_from_start, config, None), wanted)
-
-
 @pytest.mark.slow
-def test_what_is_computed_again_is_the_same_bit_by_bit(reference):
-    config, (numbers, weights) = reference("depth")
-    found = run_on_mesh(
-        ONE, train_from_start, replace_trainer(config, checkpoint_activations=True), None
-    )
+def test_what_is_computed_again_is_the_same_bit_by_bit(store):
+    model = tiny_unet(stochastic_depth=0.4, activation_checkpointing=True)
+    config = make_config(store, store.parent / "run", model, steps=3, rollout={0: 1, 2: 2})
+    numbers, weights = run_on_mesh(ONE, train_from_start, config, None)
+    again = replace_trainer(config, checkpoint_activations=True)
+    found = run_on_mesh(ONE, train_from_start, again, None)
     assert found[0] == numbers
     assert all(np.array_equal(found[1][name], weight) for name, weight in weights.items())
 
@@ -269,7 +212,7 @@ def forwards(store, seas, again: bool) -> tuple[int, int]:
     with training.loader:
         batch = next(training.loader)
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
-        losses = gradients._compute_losses(batch, lambda step: None)
+        losses = gradients._compute_losses(batch, 0, lambda part, micro, step: None)
     losses.sum().backward()
     handle.remove()
     return len(calls), sum(size for _, size in kept)
@@ -281,19 +224,6 @@ def test_each_step_is_computed_again_in_backward(store, seas):
     calls_again, kept_again = forwards(store, seas, again=True)
     assert (calls, calls_again) == (3, 6)
     assert kept_again < kept / 3
-
-
-@pytest.mark.parametrize("again", tiers([], [(True,)], [(False,)]))
-def test_resuming_between_two_lengths_changes_no_bit(store, tmp_path, again):
-    config = make_config(
-        store,
-        tmp_path / "run",
-        tiny_unet(stochastic_depth=0.3),
-        steps=5,
-        rollout={0: 1, HALF_WAY + 1: 2, HALF_WAY + 2: 3},
-        checkpoint_activations=again,
-    )
-    assert_resuming_changes_no_bit(config, tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -246,7 +246,7 @@ def build_plugin_optimizer(config: OwnOptimizerConfig, groups: Groups) -> Optimi
                 raise
         if not is_checked:
             check_state_can_be_saved(config.name, optimizer)
-            is_checked = True
+            is_checked = bool(optimizer.state)  # a first step that is skipped leaves none
 
     optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
     return optimizer

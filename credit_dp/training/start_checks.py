@@ -98,7 +98,12 @@ def check_start(
             hybrid_of(store)
     model = planned_model(config, channels.fields(config.model.frames, config.model.denoises), grid)
     factors = learning_rate_factors((model,), config.optimizer)
-    build_optimizer(dict(model.named_parameters()), config.optimizer, factors)  # a plug-in may fail
+    # A plug-in may fail, but not because parameters are on the meta device.
+    small = {
+        name: nn.Parameter(torch.zeros([1] * p.ndim, dtype=p.dtype), p.requires_grad)
+        for name, p in model.named_parameters()
+    }
+    build_optimizer(small, config.optimizer, factors)
     if resume is not None:
         _check_resumed(resume, config, model, data, counts.samples)
     elif config.init_from is not None:

@@ -224,49 +224,39 @@ class TrainingState:
         if self.step:  # at step 0, keep what some optimizers allocate when they are constructed
             self.optimizer.state.clear()
         parameters = self.trainable_parameters
-        saved_keys = defaultdict[str, list[str]](list)
-        for tensor_name in saved:
+        moments = defaultdict[str, dict[str, Shape]](dict)  # by name of the parameter, and key
+        for tensor_name, shape in saved.items():
             name, _, key = tensor_name.removeprefix(OPTIMIZER_PREFIX).rpartition(".")
             if tensor_name.startswith(OPTIMIZER_PREFIX) and name in parameters:
-                saved_keys[name].append(key)
-
-        def saved_shape(name: str, key: str) -> Shape:
-            return saved[f"{OPTIMIZER_PREFIX}{name}.{key}"]
-
-        numbers = {  # what is kept of a parameter without dimensions does not tell
+                moments[name][key] = shape
+        # Keys of single numbers. Those of a parameter without dimensions do not tell.
+        numbers = {"step"} | {
             key
-            for name, keys in saved_keys.items()
-            for key in keys
-            if parameters[name].ndim and saved_shape(name, key) == ()
+            for name, shapes in moments.items()
+            for key, shape in shapes.items()
+            if shape == () != parameters[name].shape
         }
-        groups = {p: group for group in self.optimizer.param_groups for p in group["params"]}
-        for name, keys in saved_keys.items():
+        for name, shapes in moments.items():
             parameter = parameters[name]
+            like_parameter = {
+                key for key, shape in shapes.items() if shape != () or key not in numbers
+            }
+            is_kept = all(shapes[key] == parameter.shape for key in like_parameter)
             if isinstance(self.optimizer, Muon):  # it keeps others of matrices than of biases
-                is_kept = self.optimizer.state_keys(parameter) == {*keys}
-            else:
-                shapes = {saved_shape(name, key) for key in keys if key not in numbers}
-                is_kept = shapes <= {tuple(parameter.shape)}
+                is_kept = self.optimizer.state_keys(parameter) == shapes.keys()
             if not is_kept:
                 raise UserError(
-                    f"resume: the checkpoint has {', '.join(sorted(keys))} of {name}, which "
+                    f"resume: the checkpoint has {', '.join(sorted(shapes))} of {name}, which "
                     f"optimizer={self.optimizer_name} does not keep with its keys now. Set the "
                     "keys of optimizer to those of the checkpoint, or start a new run with "
                     "init_from."
                 )
-            for key in keys:
-                value = torch.zeros_like(parameter, requires_grad=False)
-                if key in numbers:
-                    # As in torch's `Optimizer.load_state_dict`: the CPU counts steps.
-                    group = groups[parameter]
-                    is_counted = key == "step" and not (
-                        group.get("fused") or group.get("capturable")
-                    )
-                    value = torch.zeros(
-                        (),
-                        dtype=dtype(f"{OPTIMIZER_PREFIX}{name}.{key}"),
-                        device="cpu" if is_counted else parameter.device,
-                    )
+            for key in shapes:
+                if key in like_parameter:
+                    value = torch.zeros_like(parameter, requires_grad=False)
+                else:
+                    number_dtype = dtype(f"{OPTIMIZER_PREFIX}{name}.{key}")
+                    value = allocate_number(self.optimizer, parameter, key, number_dtype)
                 self.optimizer.state[parameter][key] = value
         tensors = self.tensors().items()
         optional = (AVERAGE_PREFIX, OPTIMIZER_PREFIX)
@@ -339,3 +329,15 @@ def named_tensors(parts: tuple[nn.Module, ...]) -> dict[str, Tensor]:
             known.add(id(value))
             tensors[name] = value
     return tensors
+
+
+def allocate_number(
+    optimizer: Optimizer, parameter: nn.Parameter, key: str, dtype: torch.dtype
+) -> Tensor:
+    """Return a single number of a parameter's state, where torch's `load_state_dict` has it.
+
+    The CPU counts steps, unless the whole update runs on the device.
+    """
+    group = next(g for g in optimizer.param_groups if any(p is parameter for p in g["params"]))
+    on_device = key != "step" or group.get("fused") or group.get("capturable")
+    return torch.zeros((), dtype=dtype, device=parameter.device if on_device else "cpu")

@@ -5,28 +5,32 @@ number of ranks, which clipping and AdamW would hide from a look at the losses.
 """
 
 from dataclasses import replace
-from functools import cache
 from itertools import product
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 from credit_dp.config import Config, StandardLossConfig
 from credit_dp.config.training import LOSSES
 from credit_dp.data.channels import Channel, Channels
 from credit_dp.data.grid import Grid
-from credit_dp.data.setup import prepare_training_data
 from credit_dp.data.valid_points import ValidPoints
 from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.training.loss import build_loss
 from tests.ranks import PROCESSES, on_processes, on_threads
 from tests.tier_cases import tiers
 from tests.training.masked_stores import sea_config
-from tests.training.meshes import Mesh, on_mesh
+from tests.training.meshes import (
+    ONE,
+    Gradients,
+    Mesh,
+    assert_same_gradients,
+    first_gradients,
+    on_mesh,
+)
 from tests.training.plugins import LogCoshConfig
 from tests.training.runs import alone, built, make_config, make_store
 
@@ -109,67 +113,19 @@ EXHAUSTIVE = [
 ]
 CASES = tiers([], SLOW, EXHAUSTIVE)
 
-Gradients = dict[str, np.ndarray]
 
-
-def of_first_step(manager: DomainParallelManager, config: Config) -> tuple[float, float, Gradients]:
-    """Loss, gradient norm, and the gradients that the first step of a run leaves."""
-    training = built(config, manager)
-    trainer = training.trainer
-    trainer.state.train()
-    with training.loader:
-        record = trainer.train_step(next(iter(training.loader)))
-    found = {}
-    for name, parameter in trainer.state.parameters.items():
-        gradient = parameter.grad
-        assert gradient is not None
-        whole = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
-        found[name] = whole.numpy().copy()
-    return record.loss, record.grad_norm, found
-
-
-def vector(gradients: Gradients) -> np.ndarray:
-    return np.concatenate([gradients[name].ravel() for name in sorted(gradients)])
-
-
-@pytest.fixture(scope="module")
-def reference(tmp_path_factory):
-    """A run with a loss, on a store with or without a sea, and its first step on one process."""
-    folder = tmp_path_factory.mktemp("ratio")
-
-    store = make_store(folder, ROWS)
-
-    def plain() -> Config:
-        return make_config(store, folder / "run")
-
-    @cache
-    def get(name: str, sea: bool) -> tuple[Config, tuple[float, float, Gradients]]:
-        config = sea_config(folder) if sea else plain()
-        trainer = replace(config.trainer, gradient_clip=None, steps=1)
-        loss = StandardLossConfig(name=name, spectrum=0.5, huber_delta=0.5)
-        config = replace(config, trainer=trainer, loss=loss)
-        prepare_training_data(config.data)
-        return config, of_first_step(alone(), config)
-
-    return get
+def of_first_batch(manager: DomainParallelManager, config: Config) -> Gradients:
+    return first_gradients(built(config, manager))
 
 
 @pytest.mark.parametrize(("name", "sea", "mesh"), CASES)
-def test_a_step_of_training_has_the_gradient_of_one_process(reference, name, sea, mesh):
-    config, (loss, norm, whole) = reference(name, sea)
-    found = on_processes(
-        mesh.ranks,
-        of_first_step,
-        on_mesh(config, mesh),
-        domain=mesh.domain,
-        pipeline=mesh.pipeline,
-    )
-    together: Gradients = {}
-    for its_loss, its_norm, of_rank in found:
-        assert its_loss / loss == pytest.approx(1, abs=1e-12)
-        assert its_norm / norm == pytest.approx(1, abs=1e-12)
-        together |= of_rank
-    ours, wanted = vector(together), vector(whole)
-    assert ours @ wanted / (wanted @ wanted) == pytest.approx(1, abs=1e-12)
-    assert np.linalg.norm(ours - wanted) <= 1e-11 * np.linalg.norm(wanted)
-    assert np.linalg.norm(wanted) == pytest.approx(norm, rel=1e-12)
+def test_a_step_of_training_has_the_gradient_of_one_process(tmp_path, name, sea, mesh):
+    config = sea_config(tmp_path) if sea else make_config(make_store(tmp_path, ROWS), tmp_path)
+    loss = StandardLossConfig(name=name, spectrum=0.5, huber_delta=0.5)
+    config = on_mesh(replace(config, loss=loss), mesh)
+    axes = {"domain": mesh.domain, "pipeline": mesh.pipeline}
+    found = on_processes(mesh.ranks, of_first_batch, config, **axes)
+    together = {name: grad for _, gradients in found for name, grad in gradients.items()}
+    wanted = of_first_batch(alone(), on_mesh(config, ONE))
+    for its_loss, _ in found:
+        assert_same_gradients((its_loss, together), wanted, tolerance=1e-11)

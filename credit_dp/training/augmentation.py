@@ -184,7 +184,6 @@ class Augmentation:
         return noise * amplitude.repeat(frames, 1, 1)
 
     def _mirrored(self, batch: Batch, samples: list[int]) -> Batch:
-        """Return the batch with some of its samples mirrored."""
         names = tuple(self._signs)
         parts = [getattr(batch, name) for name in names]
         index = constant_tensor(samples, batch.state.device)
@@ -203,8 +202,6 @@ class Augmentation:
 
 
 def _turned(batch: Batch, shifts: Sequence[int]) -> Batch:
-    """Return the batch with each sample moved eastwards by a number of columns."""
-
     def turn(fields: Tensor) -> Tensor:
         pairs = zip(fields.unbind(0), shifts, strict=True)
         return torch.stack([field.roll(shift, -1) for field, shift in pairs])

@@ -229,7 +229,6 @@ class SphereError:
         return errors.sum(-1).mean(0) * self._channels
 
     def _error(self, forecast: Tensor, target: Tensor, product: Tensor) -> Tensor:
-        """Return the error of each degree, `(B, C, L)`, from powers and their product."""
         forecast, target = forecast + FLOOR, target + FLOOR
         f, t = forecast.sqrt(), target.sqrt()
         error = (f - t).square()

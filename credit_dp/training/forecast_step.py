@@ -112,7 +112,6 @@ class ForecastStep:
         return self._with_state(fields, lambda state: (state - last) / self.tendency_scale)
 
     def _with_given(self, fields: Tensor, given: Tensor, share: Tensor) -> Tensor:
-        """Return fields with a share of the given state."""
         given = given[:, : self.states]
 
         def mixed(state: Tensor) -> Tensor:

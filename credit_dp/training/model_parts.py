@@ -286,7 +286,6 @@ def _build_stages(
     manager: DomainParallelManager,
     shape: Sequence[int],
 ) -> list[Stage]:
-    """Return this rank's pipeline stages, cut between the same segments on every rank."""
     # Costs are those of the unsharded model: bands differ in size, so each rank would cut the
     # converted model elsewhere.
     costs = segment_costs(model, shape)
@@ -320,7 +319,6 @@ def _move_and_shard(
 
 
 def _enable_configured_autocast(part: nn.Module, trainer: TrainerConfig, like: Tensor) -> None:
-    """Enable autocast for a part if `trainer.autocast` is set."""
     if trainer.autocast is not None:
         enable_autocast(part, getattr(torch, trainer.autocast), like)
 
@@ -449,7 +447,6 @@ def match_names(key: str, pattern: str, names: Collection[str]) -> list[str]:
 
 
 def _suggest_pattern(pattern: str, names: Collection[str]) -> str:
-    """Suggest another pattern or name: often a module's name lacks the wildcard."""
-    if any(name.startswith(f"{pattern}.") for name in names):
+    if any(name.startswith(f"{pattern}.") for name in names):  # a wildcard is missing
         return f" Did you mean {pattern}.*?"
     return checks.did_you_mean(pattern, names) or f" Names are like {next(iter(names), '')}."

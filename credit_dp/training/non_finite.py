@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple, final
@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, final
 import torch
 from torch import Tensor, nn
 
+from credit_dp.data.channels import Channel
 from credit_dp.data.loader import Batch
 from credit_dp.distributed.collectives import all_gather_object
 from credit_dp.domain_parallel import DomainParallelManager
@@ -43,10 +44,7 @@ def diagnose_non_finite(
     """Compute a batch again with hooks on all modules, and return a sentence or two.
 
     Collective; the same text on every rank. The gradients stay in `.grad`, not clipped.
-
-    Args:
-        compute_gradients: computes the gradients of the batch; it calls the given function before
-            each forward pass.
+    `compute_gradients` calls the given function before each forward pass.
     """
     hooks = NonFiniteHooks(manager)
     # Compiled code does not call hooks of modules. If there is any, its compiler is imported.
@@ -54,12 +52,12 @@ def diagnose_non_finite(
     stance = torch.compiler.set_stance("force_eager") if compiled else nullcontext()
     with hooks.register_hooks(state.parts), stance:
         compute_gradients(hooks.begin_forward)
-    names = BatchChannelNames(state.data)
+    names = channel_names(state.data)
     # All four on every rank, for each of them gathers.
     module = earliest_message(hooks.finding)
     gradient = earliest_message(find_non_finite_gradient(state.parts, manager))
     field = earliest_message(find_non_finite_field(batch, names, forward_backward))
-    loss = earliest_message(find_non_finite_loss(forward_backward.channel_losses, names))
+    loss = earliest_message(find_non_finite_loss(forward_backward.channel_losses, names["target"]))
     if not any((module, gradient, field, loss)):
         return NOT_REPRODUCED
     # A cause hides its consequence: a gradient follows from an output, a loss from a field.
@@ -125,7 +123,7 @@ def find_non_finite_gradient(
 
 
 def find_non_finite_field(
-    batch: Batch, names: BatchChannelNames, forward_backward: ForwardBackward
+    batch: Batch, names: Mapping[str, Sequence[str]], forward_backward: ForwardBackward
 ) -> NonFiniteFinding | None:
     """Return the first variable of a batch that is not finite on this rank's rows."""
     target, points = batch.target, forward_backward.loss.points
@@ -133,46 +131,42 @@ def find_non_finite_field(
         # A target is NaN where its variable is not defined, as a sea temperature on land.
         steps = target.tensor_split(target.shape[1] // forward_backward.channels, dim=1)
         target = torch.cat([points.zero_invalid(step) for step in steps], dim=1)
-    kinds = [
-        ("input", batch.state, names.prognostic),
-        ("forcing", batch.forcing, names.forcing),
-        ("static field", batch.static, names.static),
-        ("target", target, names.out),
-    ]
-    for number, (kind, field, channels) in enumerate(kinds):
+    fields = {
+        "input": batch.state,
+        "forcing": batch.forcing,
+        "static field": batch.static,
+        "target": target,
+    }
+    for number, (kind, field) in enumerate(fields.items()):
         indices = (~torch.isfinite(field).all(-1).all(-1)).nonzero().tolist()
         if indices:
             sample, channel = min(indices)
-            name = channels[channel % len(channels)] if channels else f"channel {channel}"
+            name = names[kind][channel % len(names[kind])]  # of several frames or targets
             message = f"Variable {name} is not finite in the {kind} of {batch.times[sample]!s:.13}"
             return NonFiniteFinding((number, sample, channel), message)
     return None
 
 
-def find_non_finite_loss(losses: Tensor, names: BatchChannelNames) -> NonFiniteFinding | None:
+def find_non_finite_loss(losses: Tensor, names: Sequence[str]) -> NonFiniteFinding | None:
     """Return the first variable, of `(steps, C)` losses, whose loss is not finite on this rank."""
     indices = (~torch.isfinite(losses)).nonzero().tolist()
     if not indices:
         return None
     step, channel = min(indices)
-    name = names.out[channel] if names.out else f"channel {channel}"
-    message = f"Variable {name} is not finite in the forecast, or in its error"
+    message = f"Variable {names[channel]} is not finite in the forecast, or in its error"
     return NonFiniteFinding((step, channel), message)
 
 
-@final
-class BatchChannelNames:
-    """Names of a batch's channels, as far as the data's description has them."""
-
-    def __init__(self, data: DataDescription) -> None:
-        fields = data.get("fields", {})
-        self.out = [
-            variable if level is None else f"{variable}_{level}"
-            for variable, level in fields.get("channels", [])
-        ]
-        self.prognostic = self.out[: len(self.out) - fields.get("diagnostic", 0)]
-        self.forcing: list[str] = data.get("data.forcing", [])
-        self.static: list[str] = data.get("data.static", [])
+def channel_names(data: DataDescription) -> dict[str, list[str]]:
+    """Return the names of the channels of a batch, by what they are."""
+    fields = data["fields"]
+    outputs = [Channel(variable, level).name for variable, level in fields["channels"]]
+    return {
+        "input": outputs[: len(outputs) - fields["diagnostic"]],
+        "forcing": data["data.forcing"],
+        "static field": data["data.static"],
+        "target": outputs,
+    }
 
 
 def stage_index(part: int, manager: DomainParallelManager) -> int:

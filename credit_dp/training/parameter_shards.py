@@ -114,7 +114,6 @@ def fsdp_blocks(part: nn.Module) -> list[nn.Module]:
 
 
 def _check_kind(name: str, parameter: nn.Parameter) -> None:
-    """Check that FSDP2 can shard a parameter: real numbers with a dimension."""
     if not parameter.ndim:
         raise UserError(
             f"parallel.data_mode: fsdp2 can't shard {name}, a single number without a dimension. "
@@ -128,7 +127,6 @@ def _check_kind(name: str, parameter: nn.Parameter) -> None:
 
 
 def _check_tied(part: nn.Module, blocks: list[str]) -> None:
-    """Check that no parameter belongs to several blocks, which would each shard it."""
     owners: dict[nn.Parameter, str] = {}
     for block in blocks:
         for name, parameter in part.get_submodule(block).named_parameters():

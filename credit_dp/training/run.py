@@ -350,7 +350,6 @@ class _Run:
         return self.training.trainer.state.validations
 
     def _patience_message(self) -> str:
-        """Return a sentence on why training stops early."""
         lowest = self._validations.lowest
         than = "a finite error" if lowest is None else f"a lower error than {lowest:.4f}"
         count = counted(self._validations.without_lower, "validation")

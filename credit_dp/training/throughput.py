@@ -87,7 +87,6 @@ class ThroughputMeter:
         self._bytes, self._messages = self._sent()
 
     def _sent(self) -> tuple[int, int]:
-        """Return the bytes and messages that this rank has sent so far."""
         manager = self.manager
         traffic = [manager.transport.traffic, manager.ensemble_transport.traffic]
         return sum(t.bytes for t in traffic), sum(t.messages for t in traffic)

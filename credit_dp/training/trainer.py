@@ -550,7 +550,6 @@ class NonFiniteGuard:
         return {"skipped": self.history.skipped} if self.config.on_nonfinite == "skip" else {}
 
     def _largest_norm(self) -> float:
-        """Return the largest norm that the coming step may have."""
         norms = self.history.norms
         if self.config.exploding is None or len(norms) < MIN_NORMS:
             return math.inf
@@ -582,7 +581,6 @@ class NonFiniteGuard:
         return f"trainer: {fault}{often}. {finding}The step was not taken. {saved}. {advice}."
 
     def _record_skip(self, fault: str) -> None:
-        """Count a step that is left out, and say so."""
         self.history.skipped += 1
         if self.manager.rank == 0:
             logger.warning(
@@ -593,7 +591,6 @@ class NonFiniteGuard:
             )
 
     def _undo_step(self) -> None:
-        """Restore everything to what it was before the step."""
         with torch.no_grad():
             for buffer, before in zip(self._persistent_buffers(), self.buffers, strict=True):
                 buffer.copy_(before)

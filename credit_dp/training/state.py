@@ -42,18 +42,18 @@ HISTORY_KEY = "gradients"
 VALIDATIONS_KEY = "validations"
 OPTIMIZER_KEY = "optimizer"  # its name
 
-NORM_WINDOW = 100  # number of accepted gradient norms that a new one is compared with
+NORM_WINDOW = 100  # number of gradient norms that a new one is compared with
 
 
 @final
 @dataclass
 class GradientHistory:
-    """The gradient norms of the last accepted steps, and the number of skipped steps.
+    """The gradient norms of the last steps that were taken, and the number of skipped steps.
 
     Attributes:
         norms: before clipping, of steps whose update was applied.
         skipped: steps of the whole run whose update was skipped.
-        in_a_row: how many of these came last, without an accepted step between them.
+        in_a_row: how many of these came last, one after the other.
     """
 
     norms: deque[float] = field(default_factory=lambda: deque(maxlen=NORM_WINDOW))

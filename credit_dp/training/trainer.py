@@ -41,7 +41,7 @@ from credit_dp.training.throughput import ThroughputMeter
 
 logger = logging.getLogger(__name__)
 
-MIN_NORMS = 20  # accepted gradient norms that are needed before a new one is compared with them
+MIN_NORMS = 20  # gradient norms of taken steps that are needed to compare a new one with
 MAX_CONSECUTIVE_SKIPS = 10  # the run ends when this many steps in a row had to be skipped
 
 

@@ -40,7 +40,8 @@ data.store= accepts, several stores in brackets; without it a forecast of `credi
 compared with the stores that it started from. If the truth is a region, a forecast on another grid
 that covers it is interpolated bilinearly. Persistence and climatology are scored as well.
 FOLDER gets scores.csv, scores.json, scorecard.html, a single self-contained page, of most grids
-spectra.csv, and of ensembles rank_histograms.csv.
+spectra.csv, of ensembles rank_histograms.csv, and scores_by_date.zarr with what each initial time
+has to the scores.
 
 Observations are in netCDF or zarr, with the dims time and station and the latitudes and longitudes
 of the stations, or in CSV with the columns station, time, latitude, longitude and one of numbers

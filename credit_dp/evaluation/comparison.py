@@ -15,6 +15,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple, final
 
 import numpy as np
+import xarray as xr
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError  # type: ignore[import-untyped]
 
@@ -41,10 +42,22 @@ from credit_dp.evaluation.metric_table import (
     comparison_metrics,
     panel_name,
 )
-from credit_dp.evaluation.pages import DifferenceTable, difference_table, render_page
+from credit_dp.evaluation.pages import (
+    DifferenceTable,
+    SignificanceTable,
+    Triangle,
+    by_variable,
+    difference_table,
+    lead_label,
+    render_page,
+    shown_lead_indices,
+    triangle,
+)
 from credit_dp.evaluation.score_folder import figure_data_uri, table_lead_indices
 from credit_dp.evaluation.score_plots import NUMBER, add_legend, create_panels, lead_axis
 from credit_dp.evaluation.scorecard import MODEL, headlines, three_digits
+from credit_dp.evaluation.scores_by_date import NAME as BY_DATE_FILE
+from credit_dp.evaluation.scores_by_date import compare_by_date, read_scores_by_date
 from credit_dp.plain_text import csv_text
 
 RUN, CARD = "training run", "scorecard"
@@ -83,6 +96,7 @@ class EvaluationResult:
             undefined or infinite are left out; so are keys without a score of the forecast.
         setup: what scores depend on besides the forecasts.
         config: a run's config, flat, without the keys in which runs always differ.
+        by_date: a scorecard's scores of each initial time, see `scores_by_date`.
     """
 
     name: str
@@ -91,6 +105,7 @@ class EvaluationResult:
     scores: Mapping[ScoreKey, Mapping[str, float]]
     setup: Mapping[str, object]
     config: Mapping[str, object]
+    by_date: xr.Dataset | None = None
 
 
 def read_result(folder: Path, name: str) -> EvaluationResult:
@@ -155,9 +170,17 @@ def _read_scorecard(folder: Path, name: str) -> EvaluationResult:
             scores=scores,
             setup={aspect: content[key] for aspect, key in CARD_SETUP_KEYS.items()},
             config={},
+            by_date=_read_by_date(folder),
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise _damaged_error(folder / SCORES_FILE, error) from error
+
+
+def _read_by_date(folder: Path) -> xr.Dataset | None:
+    try:
+        return read_scores_by_date(folder)
+    except Exception as error:  # whatever zarr, its codecs or xarray raise for a damaged store
+        raise _damaged_error(folder / BY_DATE_FILE, error) from error
 
 
 def _flatten_scores(
@@ -204,6 +227,13 @@ def _damaged_error(path: Path, error: Exception) -> UserError:
 BASELINE_TOLERANCE = 1e-6  # relative: baselines that differ by more have other truths or dates
 
 
+class Significance(NamedTuple):
+    """The probability of such a difference by chance, and the number of independent cases."""
+
+    p: float
+    independent: float
+
+
 class ComparisonRow(NamedTuple):
     """One score of all results.
 
@@ -212,6 +242,7 @@ class ComparisonRow(NamedTuple):
         percent: differences from the first result, for bias of its absolute value; None where the
             first is zero.
         best_index: index of the best result; None for ties and scores without a direction.
+        significance: of the differences from the first result; None where they are not tested.
     """
 
     key: ScoreKey
@@ -219,6 +250,7 @@ class ComparisonRow(NamedTuple):
     values: tuple[float, ...]
     percent: tuple[float | None, ...]
     best_index: int | None
+    significance: tuple[Significance | None, ...]
 
 
 @final
@@ -258,13 +290,16 @@ class Comparison:
 
     def to_csv(self) -> str:
         """Return CSV with one line for each score, channel and lead time."""
-        percents = [f"{name} percent" for name in self.names[1:]]
-        columns = ("score", "channel", "unit", "lead_hours", *self.names, *percents)
+        heads = ("percent", "p", "independent")
+        differences = [f"{name} {head}" for head in heads for name in self.names[1:]]
+        columns = ("score", "channel", "unit", "lead_hours", *self.names, *differences)
         lines = []
         for row in self.rows:
             score, channel, hours, region = row.key
             better = "" if row.best_index is None else self.names[row.best_index]
             changes = ["" if change is None else repr(change) for change in row.percent[1:]]
+            for which in range(2):
+                changes += ["" if x is None else repr(x[which]) for x in row.significance[1:]]
             values = map(repr, row.values)
             lines.append((score, channel, row.unit, hours, *values, *changes, better, region))
         return csv_text((*columns, "better", "region"), lines)
@@ -277,6 +312,10 @@ class Comparison:
                 "unit": row.unit,
                 "values": dict(zip(self.names, row.values, strict=True)),
                 "percent": dict(zip(self.names[1:], row.percent[1:], strict=True)),
+                "significance": {
+                    name: None if x is None else x._asdict()
+                    for name, x in zip(self.names[1:], row.significance[1:], strict=True)
+                },
                 "better": None if row.best_index is None else self.names[row.best_index],
             }
             for row in self.rows
@@ -321,13 +360,43 @@ def compare(results: Sequence[EvaluationResult]) -> Comparison:
         *_baseline_warnings(results, keys),
         *_omission_warnings(results, mismatched),
     ]
-    rows = tuple(_compare_score(key, results) for key in keys)
+    tests = _test_differences(results, {key.score for key in keys})
+    rows = tuple(_compare_score(key, results, tests) for key in keys)
     return Comparison(
         tuple(results), tuple(warnings), MappingProxyType(_differing_config(results)), rows
     )
 
 
-def _compare_score(key: ScoreKey, results: Sequence[EvaluationResult]) -> ComparisonRow:
+Tests = Mapping[tuple[int, str], xr.Dataset | None]  # by index of the result and score
+
+
+def _test_differences(results: Sequence[EvaluationResult], scores: set[str]) -> Tests:
+    """Test the differences of all results from the first, of scores that rank forecasts."""
+    first = results[0].by_date
+    return {
+        (index, score): compare_by_date(other.by_date, first, score)
+        for index, other in enumerate(results)
+        if index and first is not None and other.by_date is not None
+        for score in scores
+        if METRICS[score].better.ranks_sources
+    }
+
+
+def _significance(key: ScoreKey, test: xr.Dataset | None) -> Significance | None:
+    if test is None:
+        return None
+    lead = np.timedelta64(key.hours, "h").astype("m8[ns]")
+    try:
+        found = test.sel(region=key.region, prediction_timedelta=lead, channel=key.channel)
+    except KeyError:
+        return None
+    p = float(found["p"])
+    return Significance(p, float(found["independent"])) if math.isfinite(p) else None
+
+
+def _compare_score(
+    key: ScoreKey, results: Sequence[EvaluationResult], tests: Tests
+) -> ComparisonRow:
     metric = METRICS[key.score]
     by_result = [result.scores[key] for result in results]
     values = tuple(sources[FORECAST] for sources in by_result)
@@ -336,7 +405,10 @@ def _compare_score(key: ScoreKey, results: Sequence[EvaluationResult]) -> Compar
     percent = tuple(100 * (x - sizes[0]) / abs(sizes[0]) if sizes[0] else None for x in sizes)
     costs = [metric.better.cost(sources) for sources in by_result]
     unit = metric.unit(results[0].units.get(key.channel, ""))
-    return ComparisonRow(key, unit, values, percent, _single_smallest(costs))
+    significance = tuple(
+        _significance(key, tests.get((index, key.score))) for index in range(len(results))
+    )
+    return ComparisonRow(key, unit, values, percent, _single_smallest(costs), significance)
 
 
 def _single_smallest(costs: Sequence[float | None]) -> int | None:
@@ -428,6 +500,7 @@ def comparison_page(comparison: Comparison) -> str:
         warnings=comparison.warnings,
         config=comparison.config,
         cards=difference_tables(comparison),
+        tests=significance_tables(comparison),
         scores=[
             ComparedMetric(
                 METRICS[score],
@@ -459,6 +532,57 @@ def difference_tables(comparison: Comparison) -> list[DifferenceTable]:
         )
         for index, name in enumerate(others, start=1)
     ]
+
+
+def significance_tables(comparison: Comparison) -> list[SignificanceTable]:
+    """Return where each other result differs from the first by more than chance.
+
+    A table for each result, region and score in the terminal; none where nothing is tested.
+    """
+    tables = []
+    first, *others = comparison.names
+    regions = list(dict.fromkeys(row.key.region for row in comparison.rows))
+    scores = [score for score in comparison.scores if METRICS[score].in_terminal]
+    for index, name in enumerate(others, start=1):
+        for region in regions:
+            for score in scores:
+                rows = [r for r in comparison.rows if r.key.score == score]
+                rows = [r for r in rows if r.key.region == region and r.significance[index]]
+                if rows:
+                    where = "" if region == GLOBAL else f", {region}"
+                    caption = f"{METRICS[score].label}: {name} against {first}{where}"
+                    tables.append(significance_table(rows, index, caption))
+    return tables
+
+
+def significance_table(
+    rows: Sequence[ComparisonRow], index: int, caption: str
+) -> SignificanceTable:
+    """Return the table of one score in one region, of the result with this index."""
+    found = {(row.key.channel, row.key.hours): row for row in rows}
+    hours = sorted({hour for _, hour in found})
+    hours = [hours[lead] for lead in shown_lead_indices(hours)]
+    channels = list(dict.fromkeys(channel for channel, _ in found))
+    cells = [
+        [difference_sign(found.get((channel, hour)), index) for hour in hours]
+        for channel in channels
+    ]
+    independent = [x.independent for row in rows if (x := row.significance[index]) is not None]
+    caption += f"; {min(independent):.0f} to {max(independent):.0f} independent cases"
+    headings = [lead_label(hour, hours[-1]) for hour in hours]
+    return SignificanceTable(caption, headings, by_variable(channels, cells))
+
+
+def difference_sign(row: ComparisonRow | None, index: int) -> Triangle:
+    """Return the triangle of a score, with its numbers for who points at it."""
+    test = None if row is None else row.significance[index]
+    if row is None or test is None:
+        return triangle(0, 1, "not tested")
+    change = row.values[index] - row.values[0]
+    smaller_is_better = METRICS[row.key.score].better is Better.SMALLER
+    numbers = f"p = {test.p:.2g}, {test.independent:.0f} independent cases"
+    title = f"{format_percent(row.percent[index])}, {numbers}"
+    return triangle(-change if smaller_is_better else change, test.p, title)
 
 
 def format_percent(change: float | None) -> str:

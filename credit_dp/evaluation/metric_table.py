@@ -22,13 +22,13 @@ from credit_dp.data.valid_points import ValidPoints
 from credit_dp.data.winds import WIND_COMPONENTS
 from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.evaluation.metrics import (
-    Accumulator,
     Activity,
     AnomalyCorrelation,
     AreaMean,
     EnergyScore,
     EnsembleSpread,
     FairCRPS,
+    MeanAccumulator,
     RootMeanSquare,
 )
 from credit_dp.variable_names import canonical_name
@@ -141,24 +141,24 @@ class Extent:
 
 
 Shape = tuple[int, ...]  # (sources, leads, channels)
-AccumulatorFactory = Callable[[Shape, Extent], Accumulator]
+AccumulatorFactory = Callable[[Shape, Extent], MeanAccumulator]
 
 
 def over_area(
-    create: Callable[[Shape, Tensor, ValidPoints | None], Accumulator],
+    create: Callable[[Shape, Tensor, ValidPoints | None], MeanAccumulator],
 ) -> AccumulatorFactory:
     """Return the factory of a score that sums over all initial times."""
     return lambda shape, extent: create(shape, extent.rows, extent.points)
 
 
 def over_initial_times(
-    create: Callable[[Shape, int, Tensor, ValidPoints | None], Accumulator],
+    create: Callable[[Shape, int, Tensor, ValidPoints | None], MeanAccumulator],
 ) -> AccumulatorFactory:
     """Return the factory of a score that keeps the sums of each initial time."""
     return lambda shape, extent: create(shape, extent.samples, extent.rows, extent.points)
 
 
-def energy_score(shape: Shape, extent: Extent) -> Accumulator:
+def energy_score(shape: Shape, extent: Extent) -> MeanAccumulator:
     """Return the accumulator of the energy score, which depends on the number of members."""
     return EnergyScore(shape, extent.samples, extent.rows, extent.points, members=extent.members)
 
@@ -201,10 +201,10 @@ def wind_vector_rmse(
     The squared error of a vector is the sum of its components', and so is their mean.
 
     Args:
-        rmse: their root-mean-square errors, `(sources, leads, C)`.
+        rmse: their root-mean-square errors, `(sources, ..., C)`.
 
     Returns:
-        `(sources, leads, C)`, NaN at all other channels; None without both components of a wind.
+        `(sources, ..., C)`, NaN at all other channels; None without both components of a wind.
 
     Source: Rasp et al. 2024, "WeatherBench 2", section 3.2.
     """
@@ -238,6 +238,7 @@ class Metric:
         inputs: returns what the accumulator's `add` takes, for a source.
         channels: whether it is a score of a channel.
         sources: the fields that it is computed for, the forecast first.
+        root: whether it is the root of a mean over initial times.
         ensemble: whether it needs members, so that single forecasts do not have it.
         may_be_undefined: whether NaN is a valid value.
         in_terminal: whether `evaluate` and `compare` print it. They write every metric to files.
@@ -256,6 +257,7 @@ class Metric:
     channels: Callable[[Channel], bool] = every_channel
     sources: tuple[str, ...] = SOURCES
     unit: Callable[[str], str] = channel_unit
+    root: bool = False
     ensemble: bool = False
     may_be_undefined: bool = False
     in_terminal: bool = False
@@ -279,6 +281,7 @@ METRICS: dict[str, Metric] = {
             title="Root-mean-square error",
             explanation="Weighted by area; the root is taken after the mean over initial times.",
             better=Better.SMALLER,
+            root=True,
             accumulator=over_area(RootMeanSquare),
             inputs=lambda fields, source: (fields.error(source),),
             in_terminal=True,
@@ -291,6 +294,7 @@ METRICS: dict[str, Metric] = {
             explanation="Root of the sum of the components' mean squared errors, listed at the "
             "eastward component.",
             better=Better.SMALLER,
+            root=True,
             channels=is_eastward_wind,
             may_be_undefined=True,
         ),
@@ -339,6 +343,7 @@ METRICS: dict[str, Metric] = {
             title="Activity: standard deviation of the anomaly",
             explanation="A forecast with less activity than the truth is too smooth.",
             better=Better.CLOSER_TO_TRUTH,
+            root=True,
             accumulator=over_area(Activity),
             inputs=lambda fields, source: (fields.anomaly(source),),
             sources=(FORECAST, TRUTH),
@@ -376,6 +381,7 @@ METRICS: dict[str, Metric] = {
             "ensemble, the root-mean-square error of the mean is the spread times the root of "
             "1 + 1 / members.",
             better=Better.UNDECIDED,
+            root=True,
             accumulator=over_area(EnsembleSpread),
             inputs=lambda fields, source: (fields.members(source),),
             sources=(FORECAST,),
@@ -424,14 +430,20 @@ class ScoreSums:
             for index, source in enumerate(metric.sources):
                 sums.add((index, leads), *metric.inputs(fields, source))
 
-    def fold(self, manager: DomainParallelManager, leads: slice) -> None:
-        """Turn the sums of these lead times into scores; collective.
+    def take_means(self, manager: DomainParallelManager, leads: slice) -> dict[str, Tensor]:
+        """Return the means of what was added at these lead times, and begin anew; collective.
 
-        Adds the scores to the running mean and zeroes the sums, for metrics that keep sums of each
-        initial time.
+        The means are those of `finish`: by name, `(sources, leads, C)` each.
         """
+        index = (slice(None), leads)
+        means = {metric.name: sums.mean(manager, index) for metric, sums in self._sums}
         for _, sums in self._sums:
-            sums.fold(manager, (slice(None), leads))
+            sums.clear(index)
+        return means
+
+    def finish(self, means: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the scores of means over all initial times."""
+        return {metric.name: sums.finish(means[metric.name]) for metric, sums in self._sums}
 
     def result(self, manager: DomainParallelManager) -> dict[str, Tensor]:
         """Return the scores by name, `(sources, leads, C)` each, on every rank; collective."""

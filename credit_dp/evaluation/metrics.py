@@ -36,16 +36,32 @@ class Accumulator(ABC):
     def result(self, manager: DomainParallelManager) -> Tensor:
         """Return the score over the globe and all samples, the same on every rank; collective."""
 
-    def fold(self, manager: DomainParallelManager, index: Index = ()) -> None:
-        """Reduce sums that are kept for each sample, and free them for further samples; collective.
 
-        Does nothing for scores that sum over all samples from the start, which most are.
+class MeanAccumulator(Accumulator):
+    """Accumulates a mean over the globe and all samples; the score is that mean, or its root."""
+
+    @abstractmethod
+    def mean(self, manager: DomainParallelManager, index: Index = ()) -> Tensor:
+        """Return the mean of what was added at `index`, by default everywhere; collective.
+
+        All ranks call it, also those without samples.
         """
-        return
+
+    @abstractmethod
+    def clear(self, index: Index = ()) -> None:
+        """Forget what was added at `index`."""
+
+    def finish(self, mean: Tensor) -> Tensor:
+        """Return the score of a mean over all samples."""
+        return mean
+
+    def result(self, manager: DomainParallelManager) -> Tensor:
+        """Return the score over the globe and all samples, the same on every rank; collective."""
+        return self.finish(self.mean(manager))
 
 
 @final
-class AreaMean(Accumulator):
+class AreaMean(MeanAccumulator):
     """Accumulates the area-weighted mean of fields over the globe and all samples.
 
     All scores take fields `(B, ..., C, h, W)`, those of ensembles also members
@@ -75,14 +91,16 @@ class AreaMean(Accumulator):
         else:
             self.weights[index] += len(values) * self.points.weight(self.rows)
 
-    def result(self, manager: DomainParallelManager) -> Tensor:
-        """Return the means over the globe and all samples, of `shape`, on every rank.
-
-        Collective: ranks without samples must call it, too.
-        """
+    def mean(self, manager: DomainParallelManager, index: Index = ()) -> Tensor:
+        """Return the means over the globe and the samples; see `MeanAccumulator`."""
         # Sums and weights travel together: one collective instead of two.
-        sums = sum_over_ranks(torch.stack([self.sums, self.weights]), manager)
+        sums = sum_over_ranks(torch.stack([self.sums[index], self.weights[index]]), manager)
         return sums[0] / sums[1]
+
+    def clear(self, index: Index = ()) -> None:
+        """Forget what was added at `index`."""
+        self.sums[index] = 0
+        self.weights[index] = 0
 
 
 def weighted_sums(values: Tensor, rows: Tensor, points: ValidPoints | None) -> Tensor:
@@ -97,7 +115,7 @@ def row_sum(weights: Tensor) -> Tensor:
     return weights.sum() / (weights.shape[1] if weights.ndim == 2 else 1)
 
 
-class MeanOfPoints(Accumulator):
+class MeanOfPoints(MeanAccumulator):
     """Accumulates the mean of a score that each point has; arguments as for `AreaMean`."""
 
     def __init__(
@@ -113,17 +131,21 @@ class MeanOfPoints(Accumulator):
         """Add the scores of fields of all channels to the sums at `index`."""
         self._mean.add(index, self.at_points(*fields))
 
-    def result(self, manager: DomainParallelManager) -> Tensor:
-        """Return the means over the globe and all samples, of `shape`; collective."""
-        return self._mean.result(manager)
+    def mean(self, manager: DomainParallelManager, index: Index = ()) -> Tensor:
+        """Return the means over the globe and the samples; see `MeanAccumulator`."""
+        return self._mean.mean(manager, index)
+
+    def clear(self, index: Index = ()) -> None:
+        """Forget what was added at `index`."""
+        self._mean.clear(index)
 
 
 class RootMeanOfPoints(MeanOfPoints):
     """Accumulates the root of such a mean, taken after all samples, as WeatherBench 2 does."""
 
-    def result(self, manager: DomainParallelManager) -> Tensor:
-        """Return the roots of the means, of `shape`; collective."""
-        return super().result(manager).sqrt()
+    def finish(self, mean: Tensor) -> Tensor:
+        """Return the root of the mean."""
+        return mean.sqrt()
 
 
 @final
@@ -147,16 +169,15 @@ class Bias(MeanOfPoints):
         return forecast.double() - truth.double()
 
 
-class MeanOverInitialTimes(Accumulator):
+class MeanOverInitialTimes(MeanAccumulator):
     """Accumulates a score of each initial time that needs its sums over the whole globe.
 
-    The sums are kept for each initial time, so that ranks communicate only in `result`; `fold`
-    reduces them and frees them for further times.
+    The sums are kept for each initial time, so that ranks communicate only in `mean`.
 
     Args:
         kinds: number of sums per initial time.
         shape: dims of the result, for instance (sources, leads, channels).
-        samples: number of initial times of all ranks together, until `fold` or `result`.
+        samples: number of initial times of all ranks together, until `clear`.
         rows: area weight of each local row, `(h,)`, or point, `(h, W)`; only ratios matter.
         points: points with values; None: all points have values.
     """
@@ -173,8 +194,6 @@ class MeanOverInitialTimes(Accumulator):
         self.points = points
         sizes = (kinds, *shape, samples)
         self.sums = torch.zeros(sizes, dtype=torch.float64, device=rows.device)
-        self.folded = torch.zeros(shape, dtype=torch.float64, device=rows.device)
-        self.folds = torch.zeros(shape, dtype=torch.float64, device=rows.device)
 
     @abstractmethod
     def scores(self, sums: Tensor, manager: DomainParallelManager) -> Tensor:
@@ -191,32 +210,15 @@ class MeanOverInitialTimes(Accumulator):
         sums = weighted_sums(values, self.rows, self.points)
         self.sums[(kind, *index)][..., list(samples)] += sums.movedim(0, -1)
 
-    def result(self, manager: DomainParallelManager) -> Tensor:
-        """Return the mean scores over initial times, of `shape`.
-
-        Collective: ranks without samples must call it, too.
-        """
-        if not self.folds.any():
-            return self._mean(self.sums, manager)
-        return self.folded / self.folds
-
-    def fold(self, manager: DomainParallelManager, index: Index = ()) -> None:
-        """Reduce the scores of all `samples` to their mean, and reset the sums.
-
-        All samples must have been added. After the first fold, `result` ignores sums that have not
-        been folded. Collective.
-
-        Args:
-            index: the part of `shape` to fold, for instance some lead times; default: all of it.
-        """
-        sums = self.sums[(slice(None), *index)]  # a view: zeroed in place below
-        self.folded[index] += self._mean(sums.contiguous(), manager)
-        self.folds[index] += 1
-        sums.zero_()
-
-    def _mean(self, sums: Tensor, manager: DomainParallelManager) -> Tensor:
+    def mean(self, manager: DomainParallelManager, index: Index = ()) -> Tensor:
+        """Return the mean scores over all `samples`, which must have been added."""
+        sums = self.sums[(slice(None), *index)].contiguous()
         # Rows and samples of other ranks are zero here, so that one sum completes every score.
         return self.scores(sum_over_ranks(sums, manager), manager).mean(dim=-1)
+
+    def clear(self, index: Index = ()) -> None:
+        """Forget what was added at `index`."""
+        self.sums[(slice(None), *index)] = 0
 
 
 @final

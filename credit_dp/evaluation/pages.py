@@ -7,7 +7,7 @@ import base64
 from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import jinja2
 import numpy as np
@@ -71,6 +71,58 @@ class DifferenceTable(NamedTuple):
     key: list[ColouredCell]
 
 
+class Triangle(NamedTuple):
+    """The sign of a difference: its class in the page's style, and what a reader is told of it."""
+
+    text: str
+    style: str
+    title: str
+
+
+class SignificanceTable(NamedTuple):
+    """Where a forecast is better or worse than a reference by more than chance.
+
+    Attributes:
+        variables: name, and for each level its text and a triangle for each lead time.
+    """
+
+    caption: str
+    leads: list[str]
+    variables: list[tuple[str, list[tuple[str, list[Triangle]]]]]
+
+
+VERY_SIGNIFICANT, SIGNIFICANT = 0.003, 0.05  # three and two standard deviations of a normal one
+
+
+def triangle(improvement: float, p: float, title: str) -> Triangle:
+    """Return the sign of a difference: large, small or, where it may be chance, a dot.
+
+    Args:
+        improvement: positive if the forecast is better.
+        p: the probability of such a difference by chance.
+    """
+    if not p < SIGNIFICANT or not improvement:
+        return Triangle("\N{MIDDLE DOT}", "chance", title)
+    size = "large" if p < VERY_SIGNIFICANT else "small"
+    if improvement > 0:
+        return Triangle("\N{BLACK UP-POINTING TRIANGLE}", f"better {size}", title)
+    return Triangle("\N{BLACK DOWN-POINTING TRIANGLE}", f"worse {size}", title)
+
+
+Cell = TypeVar("Cell")
+
+
+def by_variable(
+    channels: Sequence[str], cells: Sequence[list[Cell]]
+) -> list[tuple[str, list[tuple[str, list[Cell]]]]]:
+    """Return the cells of each channel by variable, then by level, in the order of tables."""
+    rows = [(*variable_and_level(channels[c]), cells[c]) for c in in_order(channels)]
+    return [
+        (variable, [(level, row) for _, level, row in levels])
+        for variable, levels in groupby(rows, key=lambda row: row[0])
+    ]
+
+
 def difference_table(
     names: tuple[str, str],
     channels: Sequence[str],
@@ -90,19 +142,10 @@ def difference_table(
     sizes = np.abs(percent[np.isfinite(percent)])
     within = float(np.quantile(sizes, SHARE_WITHIN_LIMIT)) if len(sizes) else 0.0
     limit = next((x for x in COLOUR_LIMITS if within <= x), COLOUR_LIMITS[-1])
-    rows = [
-        (
-            *variable_and_level(channels[c]),
-            [coloured_cell(x, limit) for x in percent[:, c].tolist()],
-        )
-        for c in in_order(channels)
-    ]
-    variables = [
-        (variable, [(level, cells) for _, level, cells in variable_rows])
-        for variable, variable_rows in groupby(rows, key=lambda row: row[0])
-    ]
+    cells = [[coloured_cell(x, limit) for x in column] for column in percent.T.tolist()]
     key = [coloured_cell(x, limit) for x in np.linspace(-limit, limit, 5).tolist()]
     headings = [lead_label(hours[lead], hours[-1]) for lead in leads]
+    variables = by_variable(channels, cells)
     return DifferenceTable(identifier, *names, limit, headings, variables, key)
 
 

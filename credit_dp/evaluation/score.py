@@ -208,11 +208,11 @@ def to_indexer(indices: NDArray[np.intp]) -> Indexer:
 class VariableScores:
     """Accumulates all scores, spectra and the rank histogram of the C levels of a variable.
 
-    Spectra of an ensemble are those of its members, as in WeatherBench 2. Memory does not grow
-    with the number of initial times.
+    Spectra of an ensemble are those of its members, as in WeatherBench 2. Of each initial time the
+    means over the globe and each region are kept.
 
     Args:
-        sizes: number of lead times and of channels.
+        sizes: number of initial times, of lead times and of channels.
         regions: the points of the globe and of each region, by name; the globe is the first.
         points: points with values; None: all points have values.
         seeps_points: points `(H, W)` that SEEPS is averaged over; None: the variable has none.
@@ -220,33 +220,43 @@ class VariableScores:
 
     def __init__(
         self,
-        sizes: tuple[int, int],
+        sizes: tuple[int, int, int],
         members: int,
         truth: Store,
         regions: Mapping[str, RegionPoints],
         points: ValidPoints | None,
         seeps_points: Tensor | None = None,
     ) -> None:
+        shape = (sizes[1], sizes[2])
         metrics = [metric for metric in METRICS.values() if members > 1 or not metric.ensemble]
         self._regions = regions
         self._scores: dict[str, ScoreSums] = {}
         self._seeps: dict[str, AreaMean] = {}
+        # By region and metric: the means of each initial time, `(sources, times, leads, C)`.
+        self._means: dict[str, dict[str, Tensor]] = {name: {} for name in regions}
         for name, region in regions.items():
             inside = None if points is None else ValidPoints(region.select(points.valid))
-            # Sums of one initial time, which `end_initial_time` folds before the next.
+            # Sums of one initial time, which `end_initial_time` takes before the next.
             extent = Extent(region.weights, inside, samples=1, members=members)
-            self._scores[name] = ScoreSums(metrics, sizes, extent)
+            self._scores[name] = ScoreSums(metrics, shape, extent)
             if seeps_points is not None:
                 scored = ValidPoints(region.select(seeps_points)[None])
-                self._seeps[name] = AreaMean((len(SOURCES), *sizes), region.weights, scored)
-        shape = (len(SPECTRA_SOURCES), *sizes)
+                self._seeps[name] = AreaMean((len(SOURCES), *shape), region.weights, scored)
+            self._means[name] = {
+                metric.name: empty_means(len(metric.sources), sizes)
+                for metric in metrics
+                if metric.accumulator is not None
+            }
+            if seeps_points is not None:
+                self._means[name]["seeps"] = empty_means(len(SOURCES), sizes)
+        powers = (len(SPECTRA_SOURCES), *shape)
         self._spectra: PowerSpectra
         if truth.grid.is_periodic:
-            self._spectra = ZonalSpectra(shape, truth.grid, slice(None), points)
+            self._spectra = ZonalSpectra(powers, truth.grid, slice(None), points)
         else:
-            self._spectra = RegionSpectra(shape, truth.grid, truth.config.boundary, points)
+            self._spectra = RegionSpectra(powers, truth.grid, truth.config.boundary, points)
         self._ranks = (
-            RankHistogram(sizes, members, regions[GLOBAL].weights, points) if members > 1 else None
+            RankHistogram(shape, members, regions[GLOBAL].weights, points) if members > 1 else None
         )
 
     def add(self, leads: slice, fields: StoredFields) -> None:
@@ -266,18 +276,30 @@ class VariableScores:
         for name, region in self._regions.items():
             self._seeps[name].add((source, leads), region.select(scores)[None])
 
-    def end_initial_time(self, leads: slice, manager: DomainParallelManager) -> None:
-        """Complete these lead times of one initial time; collective."""
-        for sums in self._scores.values():
-            sums.fold(manager, leads)
+    def end_initial_time(self, time: int, leads: slice, manager: DomainParallelManager) -> None:
+        """Complete these lead times of the initial time with this index; collective."""
+        for region, sums in self._scores.items():
+            means = sums.take_means(manager, leads)
+            if region in self._seeps:
+                index = (slice(None), leads)
+                means["seeps"] = self._seeps[region].mean(manager, index)
+                self._seeps[region].clear(index)
+            for name, mean in means.items():
+                self._means[region][name][:, time, leads] = mean
 
     def result(self, manager: DomainParallelManager) -> "VariableResult":
         """Return the scores; collective."""
-        scores = {name: sums.result(manager) for name, sums in self._scores.items()}
-        for name, sums in self._seeps.items():
-            scores[name]["seeps"] = sums.result(manager)
+        scores = {}
+        for region, sums in self._scores.items():
+            means = {name: by_time.mean(dim=1) for name, by_time in self._means[region].items()}
+            scores[region] = {**means, **sums.finish(means)}
         ranks = None if self._ranks is None else self._ranks.result(manager)
-        return VariableResult(scores, self._spectra.result(manager), ranks)
+        return VariableResult(scores, self._means, self._spectra.result(manager), ranks)
+
+
+def empty_means(sources: int, sizes: tuple[int, int, int]) -> Tensor:
+    """Return means of no value yet, `(sources, times, leads, C)`."""
+    return torch.full((sources, *sizes), torch.nan, dtype=torch.float64)
 
 
 @final
@@ -287,11 +309,13 @@ class VariableResult:
 
     Attributes:
         scores: by region and metric, `(sources, leads, C)`; SEEPS only of precipitation.
+        means: the same of each initial time, before any root: `(sources, times, leads, C)`.
         spectra: of forecast and truth, `(2, leads, C, K, N)`, see `PowerSpectra`.
         ranks: frequencies of the truth's ranks, `(leads, C, M + 1)`; None without an ensemble.
     """
 
     scores: Mapping[str, Mapping[str, Tensor]]
+    means: Mapping[str, Mapping[str, Tensor]]
     spectra: Tensor
     ranks: Tensor | None
 
@@ -314,6 +338,7 @@ class Scorer:
         with translate_error_keys("truth"):
             self.valid = truth.scored_mask(slice(0, truth.grid[0]))
         leads = len(aligned.lead_indices)
+        self._times = aligned.forecast.initial_times[aligned.initial_indices]
         check_regions(request.regions)
         names = dict.fromkeys([GLOBAL, *request.regions])
         regions = {name: RegionPoints.of(name, truth) for name in names}
@@ -328,7 +353,7 @@ class Scorer:
                 part = slice(first, min(first + count, span.stop))
                 valid = None if self.valid is None else self.valid[part]
                 points = ValidPoints.of(valid, regions[GLOBAL].weights)
-                sizes = (leads, part.stop - part.start)
+                sizes = (len(self._times), leads, part.stop - part.start)
                 members = aligned.forecast.members
                 scores = VariableScores(sizes, members, truth, regions, points, seeps_points)
                 within = slice(part.start - span.start, part.stop - span.start)
@@ -356,6 +381,7 @@ class Scorer:
 
     def add(self, block: Block) -> None:
         """Add the forecasts of a block, a few lead times and channels at a time."""
+        time = int(np.searchsorted(self._times, block.initial_time))
         for channels, scores in self._scores[block.variable]:
             forecast = block.forecast[:, :, channels]
             leads = len(forecast)
@@ -373,7 +399,7 @@ class Scorer:
                 if block.variable in self._seeps:
                     self._add_seeps(block, scored, scores, fields)
                 # A block has one initial time, so that these lead times are complete.
-                scores.end_initial_time(scored, self._manager)
+                scores.end_initial_time(time, scored, self._manager)
         self._maps.add(block.leads, block.channels.start, block.forecast, block.truth)
 
     def _add_seeps(
@@ -399,6 +425,10 @@ class Scorer:
             region: join_scores(channels, [one.scores[region] for one in results])
             for region in results[0].scores
         }
+        means = {
+            region: join_scores(channels, [one.means[region] for one in results], square=True)
+            for region in results[0].means
+        }
         ranks = [one.ranks for one in results if one.ranks is not None]
         wavelength = region_wavelength(truth.grid, truth.config.boundary)
         card = Scorecard(
@@ -421,6 +451,9 @@ class Scorer:
             bands=tuple(LATITUDE_BANDS) if wavelength is None else (REGION_BAND,),
             maps=tuple(self._maps.result()),
             regions=regions,
+            times=self._times,
+            means=means,
+            calendar=aligned.forecast.calendar,
             rank_histograms=torch.cat(ranks, dim=1).numpy() if ranks else None,
             boundary=truth.config.boundary,
             wavelength=wavelength,
@@ -430,11 +463,14 @@ class Scorer:
 
 
 def join_scores(
-    channels: Sequence[Channel], results: Sequence[Mapping[str, Tensor]]
+    channels: Sequence[Channel], results: Sequence[Mapping[str, Tensor]], square: bool = False
 ) -> dict[str, Array]:
-    """Return the scores of all channels in the order of `METRICS`, `(sources, leads, C)`.
+    """Return the scores of all channels in the order of `METRICS`, `(sources, ..., C)`.
 
     A score that not all channels have is NaN at the others.
+
+    Args:
+        square: the scores are means before any root, so that errors are mean squares.
     """
     joined = {}
     for name in METRICS:
@@ -444,9 +480,10 @@ def join_scores(
             ]
             joined[name] = torch.cat(parts, dim=-1).numpy()
         elif name == "wind_vector_rmse":
-            errors = wind_vector_rmse(channels, joined["rmse"])
+            rmse = np.sqrt(joined["rmse"]) if square else joined["rmse"]
+            errors = wind_vector_rmse(channels, rmse)
             if errors is not None:
-                joined[name] = errors
+                joined[name] = errors**2 if square else errors
     return joined
 
 

@@ -49,6 +49,7 @@ from credit_dp.evaluation.scorecard import (
     in_order,
     three_digits,
 )
+from credit_dp.evaluation.scores_by_date import write_scores_by_date
 from credit_dp.files import locked_folder, remove_abandoned_folders, temporary_path
 
 
@@ -350,7 +351,15 @@ class ScoreFolder:
                 path.rmdir()
 
     def write(self, card: Scorecard) -> None:
-        """Write all files of a scorecard; see `write_files`."""
+        """Write all files of a scorecard; see `write_files`.
+
+        Raises:
+            UserError: the disk is full.
+        """
+        try:
+            write_scores_by_date(card, self._temporary)
+        except OSError as error:
+            raise self._write_error(error) from error
         files = {
             "scores.csv": card.to_csv(),
             "scores.json": card.to_json(),
@@ -379,6 +388,9 @@ class ScoreFolder:
                     f"{self.out}: another process has just created it, and scores are never "
                     "overwritten. Change out, or remove it."
                 ) from error
-            raise UserError(
-                f"{self.out}: can't be written ({error.strerror}). Free space there or change out."
-            ) from error
+            raise self._write_error(error) from error
+
+    def _write_error(self, error: OSError) -> UserError:
+        return UserError(
+            f"{self.out}: can't be written ({error.strerror}). Free space there or change out."
+        )

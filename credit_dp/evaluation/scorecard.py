@@ -17,6 +17,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from credit_dp.data.calendar import STANDARD, Calendar, Times
 from credit_dp.data.channels import Channel
 from credit_dp.data.grid import GLOBAL
 from credit_dp.errors import UserError, counted
@@ -285,6 +286,9 @@ class Scorecard:
         regions: the scores of each region besides the globe, as `scores`.
         rank_histograms: how often the truth has each rank among M members, `(leads, C, M + 1)`;
             None without an ensemble.
+        times, calendar: the initial times as numbers of their calendar.
+        means: what each initial time has to the scores of the globe and of each region, before
+            any root: by region and name, `(sources, times, leads, C)`.
         boundary: rows and columns at each edge of a region that are not scored.
         wavelength: of wavenumber 1 in the spectra of a region, in metres; None of others.
     """
@@ -304,6 +308,9 @@ class Scorecard:
     maps: tuple[ErrorMap, ...]
     regions: Mapping[str, Mapping[str, Array]] = field(default_factory=dict)
     rank_histograms: Array | None = None
+    times: Times | None = None
+    calendar: Calendar = STANDARD
+    means: Mapping[str, Mapping[str, Array]] = field(default_factory=dict)
     boundary: int = 0
     wavelength: float | None = None
 

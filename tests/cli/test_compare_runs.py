@@ -6,7 +6,9 @@ import json
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
+import xarray as xr
 
 from tests.cli.invocation import answer, assert_refused
 from tests.evaluation.links import assert_whole
@@ -192,3 +194,50 @@ def test_a_figure_that_fails_costs_only_itself(
     page = (tmp_path / "out" / "comparison.html").read_text()
     assert "<img" not in page
     assert "z_500" in page
+
+
+def add_dates(folder: Path, rmse: float, seed: int) -> None:
+    """Add squared errors by date to a scorecard, with noise that both forecasts have."""
+    count = 40
+    noise = np.random.default_rng(0).normal(size=count) + np.random.default_rng(seed).normal(
+        scale=0.1, size=count
+    )
+    dims = ("region", "source", "time", "prediction_timedelta", "channel")
+    coords = {
+        "region": ["global"],
+        "source": ["forecast"],
+        "time": np.datetime64("2001-01-01", "ns") + np.arange(count) * np.timedelta64(1, "D"),
+        "prediction_timedelta": np.array([24], "m8[h]").astype("m8[ns]"),
+        "channel": ["z_500"],
+    }
+    squares = (rmse + noise)[None, None, :, None, None] ** 2
+    data = xr.Dataset({"rmse": (dims, squares)}, coords)
+    data.to_zarr(folder / "scores_by_date.zarr", zarr_format=2)
+
+
+def test_differences_by_more_than_chance_have_triangles(tmp_path, monkeypatch):
+    a, b, same = (
+        card(tmp_path, name, rmse=(x, 300.0)) for name, x in (("a", 10.0), ("b", 9.0), ("c", 10.0))
+    )
+    for folder, rmse, seed in ((a, 10.0, 1), (b, 9.0, 2), (same, 10.0, 1)):
+        add_dates(folder, rmse, seed)
+    code, _, complaints = compare(monkeypatch, a, b, same, f"out={tmp_path / 'both'}")
+    assert (code, complaints) == (0, "")
+    (row,) = csv.DictReader((tmp_path / "both/comparison.csv").read_text().splitlines())
+    assert float(row["b p"]) < 1e-6
+    assert 20 < float(row["b independent"]) <= 40
+    assert float(row["c p"]) == 1  # a forecast differs in nothing from itself
+    found = json.loads((tmp_path / "both/comparison.json").read_text())["scores"][0]
+    assert found["significance"]["b"]["p"] == float(row["b p"])
+    page = (tmp_path / "both/comparison.html").read_text()
+    signs = re.findall(r'<td class="(?:better|worse|chance)[^>]*>.</td>', page)
+    assert len(signs) == 2
+    assert signs[0].startswith('<td class="better large" title="-10.0 %, p = ')
+    assert signs[1].startswith('<td class="chance"')
+
+
+def test_damaged_scores_by_date_are_one_line(tmp_path):
+    a, b = (card(tmp_path, name, rmse=(10.0, 300.0)) for name in "ab")
+    add_dates(a, 10.0, 1)
+    (a / "scores_by_date.zarr" / ".zmetadata").write_text("{")
+    assert_refused({f"{a} {b}": f"{a}/scores_by_date.zarr: can't be read"}, "compare")

@@ -318,7 +318,6 @@ def test_what_is_kept_apart_may_be_added_at_once(masked: bool) -> None:
     together, apart = scores(), scores()
     for leads in (slice(0, 2), slice(2, TIMES)):
         add(together, leads)
-        together["acc"].fold(DomainParallelManager(1, 1), (slice(None), leads))
     for lead in range(TIMES):
         add(apart, lead)
     for name, score in together.items():

@@ -7,10 +7,13 @@ import numpy as np
 from credit_dp.evaluation.pages import (
     COLOUR_LIMITS,
     COLOURS,
+    SignificanceTable,
+    by_variable,
     coloured_cell,
     difference_table,
     render_page,
     shown_lead_indices,
+    triangle,
     variable_and_level,
 )
 
@@ -63,6 +66,21 @@ def test_a_table_has_the_difference_of_each_variable_level_and_lead_time() -> No
     assert [cell.text for cell in table.key] == ["\u221250", "\u221225", "0", "+25", "+50"]
 
 
+def test_a_triangle_points_up_where_a_forecast_is_better_by_more_than_chance() -> None:
+    for improvement, p, style in (
+        (2.0, 0.002, "better large"),
+        (2.0, 0.04, "better small"),
+        (-1e-9, 0.0, "worse large"),
+        (-2.0, 0.02, "worse small"),
+        (2.0, 0.06, "chance"),
+        (2.0, float("nan"), "chance"),
+        (0.0, 0.0, "chance"),
+    ):
+        sign = triangle(improvement, p, "")
+        assert sign.style == style
+        assert sign.text == {"b": "\u25b2", "w": "\u25bc", "c": "\u00b7"}[style[0]]
+
+
 def test_a_key_says_the_numbers_of_its_colours() -> None:
     for limit in COLOUR_LIMITS:
         forecast = np.full((1, 1), 1 + limit / 100 - 1e-9)
@@ -94,10 +112,13 @@ def test_texts_are_escaped() -> None:
     table = difference_table(
         ("<a>", "b"), ["<x>"], (6,), (np.ones((1, 1)), np.ones((1, 1))), "card"
     )
+    cells = [[triangle(1, 0.001, "<y>")]]
+    signs = SignificanceTable("<a>", ["1 d"], by_variable(["<x>"], cells))
     page = render_page(
         "comparison.html", title="t", names=["<a>", "b"], differences=[], warnings=[], config={},
-        cards=[table], scores=[], three_digits=str, percent=str,
+        cards=[table], tests=[signs], scores=[], three_digits=str, percent=str,
     )  # fmt: skip
-    assert not re.search("<a>|<x>", page)
+    assert not re.search("<a>|<x>|<y>", page)
+    assert '<td class="better large" title="&lt;y&gt;">\u25b2</td>' in page
     assert "&lt;a&gt; against b" in page
     assert "&lt;x&gt;" in page

@@ -1,6 +1,7 @@
 """The evaluate and compare commands: score stored forecasts, and compare the scores of runs."""
 
 import os
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -21,6 +22,8 @@ from credit_dp.errors import UserError, counted
 from credit_dp.plain_text import superscript
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from credit_dp.evaluation.alignment import ScoreRequest
     from credit_dp.evaluation.comparison import Comparison
     from credit_dp.evaluation.forecast_store import ForecastStore
@@ -47,9 +50,11 @@ Observations are in netCDF or zarr, with the dims time and station and the latit
 of the stations, or in CSV with the columns station, time, latitude, longitude and one of numbers
 for each variable, like t2m or 't2m [degC]'. Forecasts without levels are interpolated bilinearly.
 FOLDER gets scores.csv, and stations.csv with the scores of each station. Of the keys below,
-missing, dates, hours, variables, regions, masked and limits have an effect.
+missing, tolerance, dates, hours, variables, regions, masked and limits have an effect.
 
   missing=[-9999,M]          values that mean missing at stations, beside what is empty
+  tolerance=15min            time from a date of the forecast up to which the nearest observation of
+                             a station counts as one of that date; without it only those at the date
   grid=121x240               regrid the truth to this many rows and columns while it is read, with
                              regrid=conservative or bilinear; without truth= as for the forecast
   climatology=STORE          by hour and dayofyear, as in WeatherBench 2
@@ -75,6 +80,7 @@ EVALUATE_KEYS: Mapping[str, Any] = {
     "truth": "",
     "stations": "",
     "missing": [],
+    "tolerance": "",
     "out": "",
     "grid": None,
     "regrid": None,
@@ -94,6 +100,7 @@ KEYS_OF_FIELDS = (
     *("truth", "grid", "regrid", "climatology", "climatology_dates"),
     *("levels", "boundary"),
 )
+KEYS_OF_STATIONS = ("missing", "tolerance")
 # Of the table of stations in the terminal: score, index of the source, heading.
 STATION_COLUMNS = (
     ("rmse", 0, "RMSE"),
@@ -136,8 +143,14 @@ def evaluate(arguments: Sequence[str], program: str) -> int:
     with folder.cleanup_on_failure():
         if keys["stations"]:
             with screen.report() as report:
-                missing = to_texts("missing", keys["missing"])
-                at_stations = score_stations(request, forecast, keys["stations"], report, missing)
+                at_stations = score_stations(
+                    request,
+                    forecast,
+                    keys["stations"],
+                    report,
+                    to_texts("missing", keys["missing"]),
+                    parse_tolerance(keys["tolerance"]),
+                )
             folder.write_files(
                 {"scores.csv": at_stations.to_csv(), "stations.csv": at_stations.stations_csv()}
             )
@@ -265,8 +278,11 @@ def build_request(keys: Mapping[str, Any]) -> "ScoreRequest":
         unused = next((key for key in KEYS_OF_FIELDS if keys[key] != EVALUATE_KEYS[key]), None)
         if unused is not None:
             raise UserError(f"{unused}: has no effect together with stations=. Leave one out.")
-    elif keys["missing"]:
-        raise UserError("missing: has an effect on stations= only. Leave it out.")
+    else:
+        for key in KEYS_OF_STATIONS:
+            if keys[key]:
+                raise UserError(f"{key}: has an effect on stations= only. Leave it out.")
+    parse_tolerance(keys["tolerance"])
     home = os.environ.get("HOME", ".")
     return ScoreRequest(
         forecast=keys["forecast"],
@@ -284,6 +300,21 @@ def build_request(keys: Mapping[str, Any]) -> "ScoreRequest":
         boundary=keys["boundary"],
         **dates,
     )
+
+
+def parse_tolerance(text: str) -> "np.timedelta64 | None":
+    """Return the time of the key `tolerance`; None without one.
+
+    Raises:
+        UserError: it is none in hours or minutes.
+    """
+    match = re.fullmatch(r"(\d+) ?(min|h)", str(text))
+    if match is None and text:
+        raise UserError(f"tolerance: needs minutes or hours, like 15min or 1h, got {text}.")
+    import numpy as np
+
+    minutes = 0 if match is None else int(match[1]) * (60 if match[2] == "h" else 1)
+    return None if match is None else np.timedelta64(minutes, "m")
 
 
 def station_lines(scores: "StationScores") -> list[str]:

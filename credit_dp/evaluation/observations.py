@@ -129,6 +129,39 @@ class Observations:
         )
 
 
+def nearest_reports(
+    observations: Observations, dates: Times, tolerance: np.timedelta64
+) -> Observations:
+    """Return observations at dates: of each station and variable the nearest report.
+
+    Reports that are further than the tolerance from all dates are left out. Of two that are as
+    near, the earlier one counts.
+
+    Args:
+        dates: rising.
+    """
+    after = np.searchsorted(dates, observations.times).clip(1, max(1, len(dates) - 1))
+    before = after - 1
+    after = after.clip(max=len(dates) - 1)
+    distances = [np.abs(observations.times - dates[index]) for index in (before, after)]
+    nearest = np.where(distances[0] <= distances[1], before, after)
+    distance = np.minimum(*distances)
+    stations = len(observations.names)
+    slot = nearest * stations + observations.station  # of a date and a station
+    within = distance <= tolerance
+    order = np.lexsort((np.arange(len(slot)), distance, slot))  # the best report of a slot first
+    slots = np.unique(slot[within])
+    values = {}
+    for name, reported in observations.values.items():
+        usable = order[(within & np.isfinite(reported))[order]]
+        found, first = np.unique(slot[usable], return_index=True)
+        values[name] = np.full(len(slots), np.nan)
+        values[name][np.searchsorted(slots, found)] = reported[usable[first]]
+    return replace(
+        observations, times=dates[slots // stations], station=slots % stations, values=values
+    )
+
+
 def _from_dataset(data: xr.Dataset, where: str, missing: Sequence[str]) -> Observations:
     found = find_coordinates(data)
     absent = [name for name in COORDINATES if name not in found]

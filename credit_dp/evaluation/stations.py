@@ -36,7 +36,7 @@ from credit_dp.evaluation.alignment import (
 )
 from credit_dp.evaluation.forecast_store import ForecastStore
 from credit_dp.evaluation.metric_table import FORECAST, PERSISTENCE
-from credit_dp.evaluation.observations import Indices, Observations, Values
+from credit_dp.evaluation.observations import Indices, Observations, Values, nearest_reports
 from credit_dp.evaluation.scorecard import CSV_COLUMNS
 from credit_dp.plain_text import csv_text
 from credit_dp.variable_names import canonical_name
@@ -172,8 +172,13 @@ def score_stations(
     where: str,
     report: ProgressCallback,
     missing: Sequence[str] = (),
+    tolerance: np.timedelta64 | None = None,
 ) -> StationScores:
     """Score a forecast store against the observations at an address.
+
+    Args:
+        tolerance: from a date of the forecast up to which an observation counts as one of that
+            date, the nearest one of each station; None: at the date alone.
 
     Raises:
         UserError: a store is invalid, nothing can be compared, or a forecast has NaN.
@@ -190,6 +195,11 @@ def score_stations(
             f"{stored.where}: has dates of the {stored.calendar.name} calendar, the "
             f"forecast of the {forecast.calendar.name} one. Change stations."
         )
+    given = stored
+    valid = np.unique(times[:, None] + spans)
+    if tolerance is not None:
+        # Persistence needs the initial times, too.
+        stored = nearest_reports(given, np.union1d(valid, times), tolerance)
     pairs = _variables(request, forecast, stored)
     for name in request.limits:
         if name not in pairs:
@@ -233,11 +243,11 @@ def score_stations(
             raise UserError(
                 f"{stored.where}: has no observation of {column.stored_name} at a time of the "
                 f"forecasts, {text(times[0])} to {text(times[-1] + spans[-1])}; it has "
-                f"{text(stored.times[0])} to {text(stored.times[-1])}. Change stations "
-                "or dates, or leave it out of variables."
+                f"{text(given.times[0])} to {text(given.times[-1])}. Change stations, dates or "
+                "tolerance, or leave it out of variables."
             )
     coverage, notes = _describe_coverage(
-        stored, observations, pairs, is_scored, np.unique(times[:, None] + spans)
+        given, stored, observations, pairs, is_scored, valid, tolerance
     )
     return StationScores(
         observations,
@@ -260,14 +270,17 @@ def _at_initial_time(observations: Observations, name: str, time: np.datetime64)
 
 def _describe_coverage(
     stored: Observations,
+    near: Observations,
     observations: Observations,
     pairs: Mapping[str, str],
     is_scored: Mapping[str, NDArray[np.bool_]],
     valid: NDArray[np.datetime64],
+    tolerance: np.timedelta64 | None,
 ) -> tuple[str, list[str]]:
     """Return how many stations and observations count, and why others do not.
 
     Args:
+        near: those of `stored` that are near a date of the forecast, if there is a tolerance.
         observations: those in the forecast's region and within the limits.
         pairs: the observed variable of each scored one.
         is_scored: which of `observations` are compared with a forecast.
@@ -296,12 +309,14 @@ def _describe_coverage(
             f"{counted(repeated, 'name')} of stations at several places, each of which is counted "
             "as a station"
         )
-    undated = sum(int((x & ~has_date).sum()) for x in is_there.values())
+    dated = sum(int(np.isfinite(near.values[other]).sum()) for other in pairs.values())
+    undated = given - dated + sum(int((x & ~has_date).sum()) for x in is_there.values())
     if undated:
-        notes.append(
-            f"{undated:,} of {counted(given, 'observation')} left out: not at a date of the "
-            "forecast"
-        )
+        reason = "not at a date of the forecast"
+        if tolerance is not None:
+            minutes = tolerance / np.timedelta64(1, "m")
+            reason += f", nor the nearest of a station within {minutes:g} minutes"
+        notes.append(f"{undated:,} of {counted(given, 'observation')} left out: {reason}")
     scored = sum(int(x.sum()) for x in is_scored.values())
     return (
         f"{left:,} of {counted(total, 'station')} and {scored:,} of "

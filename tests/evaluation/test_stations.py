@@ -60,11 +60,14 @@ def scored(
     name: str,
     where: str = "stations.nc",
     missing: tuple[str, ...] = (),
+    tolerance: np.timedelta64 | None = None,
     **options: object,
 ) -> StationScores:
     request = ScoreRequest(forecast=name, truth=(), cache="", **options)  # type: ignore[arg-type]
     forecast = ForecastStore.open(str(folder / name))
-    return score_stations(request, forecast, str(folder / where), lambda title, done: None, missing)
+    return score_stations(
+        request, forecast, str(folder / where), lambda title, done: None, missing, tolerance
+    )
 
 
 def table(text: str) -> list[dict[str, str]]:
@@ -226,6 +229,8 @@ def test_keys_that_are_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) ->
         (["hours=[5]"], "Change hours."),
         (["limits={t2m:[1,2]}"], "limits.t2m: there is no scored variable t2m."),
         (["stations=", "truth=truth.zarr", "missing=[9]"], "missing: has an effect on stations="),
+        (["stations=", "truth=truth.zarr", "tolerance=1h"], "tolerance: has an effect on stat"),
+        (["tolerance=15"], "tolerance: needs minutes or hours, like 15min or 1h, got 15."),
     ):
         given = {"forecast": "one.zarr", "stations": "stations.nc", "out": "refused"}
         given |= dict(key.split("=", 1) for key in keys)
@@ -473,6 +478,39 @@ def test_stations_that_report_at_other_times_are_counted(folder: Path, tmp_path:
         "4 of 5 stations left out: no observation at a date of the forecast",
         "4 of 5 observations left out: not at a date of the forecast",
     ]
+
+
+def test_the_nearest_report_within_a_tolerance_counts(folder: Path, tmp_path: Path) -> None:
+    reports = (
+        # station, time, value: three near noon, of which the nearest lacks the value
+        ("A", "11:50", "280"), ("A", "11:56", "281"), ("A", "12:02", "NA"),
+        ("B", "11:55", "282"), ("B", "12:05", "283"),  # as near: the earlier one
+        ("C", "12:16", "284"), ("C", "17:50", "285"),
+        ("D", "15:00", "286"),
+    )  # fmt: skip
+    lines = [f"{name},2000-01-02T{at},0,{ord(name)},{x}\n" for name, at, x in reports]
+    (tmp_path / "metar.csv").write_text(HEADER + "".join(lines))
+    tolerance = np.timedelta64(15, "m")
+    found = scored(folder, "one.zarr", str(tmp_path / "metar.csv"), tolerance=tolerance)
+    seen = found.observations
+    counted = {
+        (seen.names[station], str(time)[11:16]): value
+        for station, time, value in zip(
+            seen.station, seen.times, seen.values["2m_temperature"], strict=True
+        )
+        if np.isfinite(value)
+    }
+    assert counted == {("A", "12:00"): 281, ("B", "12:00"): 282, ("C", "18:00"): 285}
+    assert found.coverage == "3 of 4 stations and 3 of 7 observations count"
+    assert found.notes[:2] == [
+        "1 of 4 stations left out: no observation at a date of the forecast",
+        "4 of 7 observations left out: not at a date of the forecast, nor the nearest of a station "
+        "within 15 minutes",
+    ]
+    # The scores are those of the reports at their dates.
+    rows = [f"{a},2000-01-02T{b},0,{ord(a)},{x}\n" for (a, b), x in counted.items()]
+    (tmp_path / "dated.csv").write_text(HEADER + "".join(rows))
+    assert scored(folder, "one.zarr", str(tmp_path / "dated.csv")).to_csv() == found.to_csv()
 
 
 NAMED = (

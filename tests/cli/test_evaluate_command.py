@@ -24,7 +24,10 @@ from tests.evaluation import forecasts
 from tests.forecast.grib_files import write_grib
 from tests.plots import failing_plots
 
-FILES = ["rank_histograms.csv", "scorecard.html", "scores.csv", "scores.json", "spectra.csv"]
+FILES = [
+    *("rank_histograms.csv", "scorecard.html", "scores.csv", "scores.json", "scores_by_date.zarr"),
+    "spectra.csv",
+]
 
 
 @pytest.fixture(scope="module")

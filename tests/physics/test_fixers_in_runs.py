@@ -10,7 +10,7 @@ import torch
 import xarray as xr
 
 import credit_dp
-from credit_dp.cli.check_run import inspect_data
+from credit_dp.cli.check_run import open_data
 from credit_dp.cli.export import checkpoint
 from credit_dp.config import Config, StandardLossConfig, VariableConfig
 from credit_dp.config.data import ROLES
@@ -252,13 +252,13 @@ def test_a_dim_called_level_needs_its_coefficients(folder):
     ):
         config = air.atmosphere_config(folder, "model", ["dry_air"], store=store, levels=levels)
         with pytest.raises(UserError, match=said):
-            check_start(config, inspect_data(config).times, 1)
+            check_start(config, open_data(config).times, 1)
     # Without fixers, too.
     config = air.atmosphere_config(
         folder, "model", [], store=store, hybrid={"a": [0.0, 0.0], "b": [0.0, 1.0]}
     )
     with pytest.raises(UserError, match="at the 5 interfaces of 4 levels, got 2"):
-        check_start(config, inspect_data(config).times, 1)
+        check_start(config, open_data(config).times, 1)
 
 
 def test_levels_of_a_variable_do_not_include_its_fields_on_pressure_levels():
@@ -357,6 +357,6 @@ def test_data_that_do_not_fit_are_refused(folder):
     for changes, said in cases:
         config = air.atmosphere_config(folder, "model", ["dry_air", "water"], **changes)
         with pytest.raises(UserError) as error:
-            check_start(config, inspect_data(config).times, 1)  # as `--check` does
+            check_start(config, open_data(config).times, 1)  # as `--check` does
         assert said in str(error.value)
         assert "\n" not in str(error.value)

@@ -22,7 +22,6 @@ from torch import Tensor, nn
 
 from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.domain_parallel.band_tensor import boundary  # noqa: F401  # registers the rules
-from credit_dp.domain_parallel.band_tensor.fused import fuse
 from credit_dp.domain_parallel.band_tensor.tensor import Band, BandTensor, Domain
 from credit_dp.torch_private import DISABLED_TORCH_FUNCTION, new_wrapper
 
@@ -137,7 +136,6 @@ def measured(function: Callable[[Tensor, Tensor], Any], kind: str) -> tuple[floa
 def main() -> None:
     """Print a table."""
     torch.set_num_threads(1)
-    fuse(LINEAR)
     print("microseconds           forward (what is added)     with backward (added)")
     print(f"{'':20}{'plain':>9}{'bare':>8}{'band':>8}{'plain':>11}{'bare':>8}{'band':>8}")
     rows = []

@@ -28,7 +28,8 @@ def counted(count: float, noun: str) -> str:
 
 def first_line(error: BaseException) -> str:
     """Return the first line of an error's message, or its type if it has none."""
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+    lines = str(error).strip().splitlines()
+    return " ".join(lines[0].split()) if lines else type(error).__name__
 
 
 def install_extra(extra: str) -> str:

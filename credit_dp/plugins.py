@@ -33,7 +33,7 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from credit_dp.checks import did_you_mean, expand_home
-from credit_dp.errors import UserError
+from credit_dp.errors import UserError, first_line
 
 logger = logging.getLogger(__name__)
 
@@ -221,11 +221,6 @@ def report_plugin_errors(where: str) -> Iterator[None]:
 def one_line_message(error: BaseException) -> str:
     """Return the message of an error without line breaks."""
     return " ".join(str(error).split())
-
-
-def first_line(error: BaseException) -> str:
-    """Return the first line of a message; OmegaConf appends lines about its internals."""
-    return " ".join(str(error).split("\n")[0].split())
 
 
 # Plug-in files

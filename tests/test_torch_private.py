@@ -181,7 +181,7 @@ def test_a_plan_would_see_its_own_operations():
         assert type(torch.ones(2)) is Tensor
 
 
-def test_initial_weights_would_record_their_own_calls():
+def test_rules_would_see_their_own_calls():
     with SeenCalls() as seen, disable_torch_function():
         torch.ones(2).add(1)
     assert seen.functions == []

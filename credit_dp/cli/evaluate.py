@@ -308,7 +308,7 @@ def parse_tolerance(text: str) -> "np.timedelta64 | None":
     Raises:
         UserError: it is none in hours or minutes.
     """
-    match = re.fullmatch(r"(\d+) ?(min|h)", str(text))
+    match = re.fullmatch(r"(\d{1,4}) ?(min|h)", str(text))
     if match is None and text:
         raise UserError(f"tolerance: needs minutes or hours, like 15min or 1h, got {text}.")
     import numpy as np

@@ -161,13 +161,13 @@ class ValueLimits:
             self._ranges[channel] = self._range(channel)
         return self._ranges[channel]
 
-    def is_undeclared_fill(self, channel: Channel, value: float) -> bool:
+    def is_undeclared_fill(self, channel: Channel, *extremes: NDArray[np.floating] | float) -> bool:
         """Whether an extreme of a variable without known limits is one of `FILL_VALUES`."""
         if self._is_given(channel) or self._known_range(channel) is not None:
             return False
         convert = self._config.variable_config(channel.variable).convert
         scale, offset = parse_conversion(convert) if convert else (1.0, 0.0)
-        return bool(are_fill_values(np.array((value - offset) / scale)))
+        return any(are_fill_values((np.array(x) - offset) / scale).any() for x in extremes)
 
     def in_range(
         self, channels: Sequence[Channel], lowest: FieldArray, highest: FieldArray

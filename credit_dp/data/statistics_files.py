@@ -82,6 +82,7 @@ def load_statistics_files(
         where,
         lambda every: load_or_compute_statistics(store, folder, every, progress, compute=compute),
     )
+    check_statistics_range(table, store, where, "Change data.statistics")  # of what was added
     return SampledStatistics(Statistics.of(table, store, where), 1)
 
 

@@ -57,7 +57,12 @@ from credit_dp.evaluation.score_folder import figure_data_uri, table_lead_indice
 from credit_dp.evaluation.score_plots import NUMBER, add_legend, create_panels, lead_axis
 from credit_dp.evaluation.scorecard import MODEL, headlines, three_digits
 from credit_dp.evaluation.scores_by_date import NAME as BY_DATE_FILE
-from credit_dp.evaluation.scores_by_date import compare_by_date, read_scores_by_date
+from credit_dp.evaluation.scores_by_date import (
+    Place,
+    Significance,
+    compare_by_date,
+    read_scores_by_date,
+)
 from credit_dp.plain_text import csv_text
 
 RUN, CARD = "training run", "scorecard"
@@ -178,7 +183,8 @@ def _read_scorecard(folder: Path, name: str) -> EvaluationResult:
 
 def _read_by_date(folder: Path) -> xr.Dataset | None:
     try:
-        return read_scores_by_date(folder)
+        ranked = [name for name, metric in METRICS.items() if metric.better.ranks_sources]
+        return read_scores_by_date(folder, ranked)
     except Exception as error:  # whatever zarr, its codecs or xarray raise for a damaged store
         raise _damaged_error(folder / BY_DATE_FILE, error) from error
 
@@ -225,13 +231,6 @@ def _damaged_error(path: Path, error: Exception) -> UserError:
 
 
 BASELINE_TOLERANCE = 1e-6  # relative: baselines that differ by more have other truths or dates
-
-
-class Significance(NamedTuple):
-    """The probability of such a difference by chance, and the number of independent cases."""
-
-    p: float
-    independent: float
 
 
 class ComparisonRow(NamedTuple):
@@ -298,8 +297,9 @@ class Comparison:
             score, channel, hours, region = row.key
             better = "" if row.best_index is None else self.names[row.best_index]
             changes = ["" if change is None else repr(change) for change in row.percent[1:]]
-            for which in range(2):
-                changes += ["" if x is None else repr(x[which]) for x in row.significance[1:]]
+            for name in ("p", "independent"):
+                tests = row.significance[1:]
+                changes += ["" if x is None else repr(getattr(x, name)) for x in tests]
             values = map(repr, row.values)
             lines.append((score, channel, row.unit, hours, *values, *changes, better, region))
         return csv_text((*columns, "better", "region"), lines)
@@ -367,31 +367,19 @@ def compare(results: Sequence[EvaluationResult]) -> Comparison:
     )
 
 
-Tests = Mapping[tuple[int, str], xr.Dataset | None]  # by index of the result and score
+Tests = Mapping[tuple[int, str], Mapping[Place, Significance]]  # by index of the result and score
 
 
 def _test_differences(results: Sequence[EvaluationResult], scores: set[str]) -> Tests:
     """Test the differences of all results from the first, of scores that rank forecasts."""
     first = results[0].by_date
     return {
-        (index, score): compare_by_date(other.by_date, first, score)
+        (index, score): compare_by_date(other.by_date, first, score) or {}
         for index, other in enumerate(results)
         if index and first is not None and other.by_date is not None
         for score in scores
         if METRICS[score].better.ranks_sources
     }
-
-
-def _significance(key: ScoreKey, test: xr.Dataset | None) -> Significance | None:
-    if test is None:
-        return None
-    lead = np.timedelta64(key.hours, "h").astype("m8[ns]")
-    try:
-        found = test.sel(region=key.region, prediction_timedelta=lead, channel=key.channel)
-    except KeyError:
-        return None
-    p = float(found["p"])
-    return Significance(p, float(found["independent"])) if math.isfinite(p) else None
 
 
 def _compare_score(
@@ -405,8 +393,9 @@ def _compare_score(
     percent = tuple(100 * (x - sizes[0]) / abs(sizes[0]) if sizes[0] else None for x in sizes)
     costs = [metric.better.cost(sources) for sources in by_result]
     unit = metric.unit(results[0].units.get(key.channel, ""))
+    place = key.region, key.hours, key.channel
     significance = tuple(
-        _significance(key, tests.get((index, key.score))) for index in range(len(results))
+        tests.get((index, key.score), {}).get(place) for index in range(len(results))
     )
     return ComparisonRow(key, unit, values, percent, _single_smallest(costs), significance)
 
@@ -578,10 +567,11 @@ def difference_sign(row: ComparisonRow | None, index: int) -> Triangle:
     test = None if row is None else row.significance[index]
     if row is None or test is None:
         return triangle(0, 1, "not tested")
-    change = row.values[index] - row.values[0]
     smaller_is_better = METRICS[row.key.score].better is Better.SMALLER
     numbers = f"p = {test.p:.2g}, {test.independent:.0f} independent cases"
     title = f"{format_percent(row.percent[index])}, {numbers}"
+    # Of the common initial times, not of all that each forecast has.
+    change = test.difference
     return triangle(-change if smaller_is_better else change, test.p, title)
 
 

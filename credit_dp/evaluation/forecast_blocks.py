@@ -283,10 +283,12 @@ class GroupReader:
 
     def _within_limits(self, fields: FieldArray, channels: slice) -> bool:
         truth = self._aligned.truth
-        in_range = truth.limits.in_range(
-            truth.channels.output_channels[channels], *extremes(fields)
+        limits, scored = truth.limits, truth.channels.output_channels[channels]
+        lowest, highest = extremes(fields)
+        return bool(limits.in_range(scored, lowest, highest).all()) and not any(
+            limits.is_undeclared_fill(channel, lowest[:, index], highest[:, index])
+            for index, channel in enumerate(scored)
         )
-        return bool(in_range.all())
 
     def _refuse_out_of_range(
         self, fields: FieldArray, channels: slice, where: str, dates: Sequence[str], forecast: bool
@@ -303,6 +305,14 @@ class GroupReader:
         hint = UNSTABLE_HINT if forecast else ""
         for index, channel in enumerate(self._aligned.truth.channels.output_channels[channels]):
             for date, field in zip(dates, fields[:, index], strict=True):
+                for value in (np.fmin.reduce(field, axis=None), np.fmax.reduce(field, axis=None)):
+                    if limits.is_undeclared_fill(channel, value):
+                        raise UserError(
+                            f"{where}: {channel.name} is {value:.6g} at {date}, which looks like a "
+                            "fill value that no attribute of the store declares. Declare it, as "
+                            "by _FillValue, leave it out of variables, or if the values are "
+                            f"right, give 'limits={{{channel.variable}:[LOW,HIGH]}}'."
+                        )
                 at = limits.farthest_outlier(channel, field)
                 if at is None or (forecast and not limits.is_implausible(channel, field)):
                     continue

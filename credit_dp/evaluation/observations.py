@@ -138,7 +138,7 @@ def nearest_reports(
     near, the earlier one counts.
 
     Args:
-        dates: rising.
+        dates: rising, more than twice the tolerance apart.
     """
     after = np.searchsorted(dates, observations.times).clip(1, max(1, len(dates) - 1))
     before = after - 1

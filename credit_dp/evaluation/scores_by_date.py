@@ -11,12 +11,12 @@ other usual one, needs a length of blocks and random numbers.
 Source: Geer 2016, "Significance of changes in medium-range forecast scores", Tellus A 68, 30229.
 """
 
+from collections.abc import Collection
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import xarray as xr
-from numpy.typing import NDArray
 
 from credit_dp.data.grid import GLOBAL
 from credit_dp.evaluation.metric_table import FORECAST, METRICS, SOURCES, TRUTH
@@ -27,53 +27,65 @@ DIMS = ("region", "source", "time", "prediction_timedelta", "channel")
 ALL_SOURCES = (*SOURCES, TRUTH)
 
 
-def scores_by_date(card: Scorecard) -> xr.Dataset:
-    """Return what each initial time has to the scores, a variable for each metric.
+def scores_by_date(card: Scorecard, name: str) -> xr.Dataset:
+    """Return what each initial time has to a score.
 
-    Those with `root` in their attributes are means of squares, of which the root is taken after
-    the mean over initial times. A source without a metric is NaN.
+    If it has `root` in its attributes these are means of squares, of which the root is taken after
+    the mean over initial times. A source that the metric does not have is NaN.
     """
     times = np.asarray(card.times)
-    names = [channel.name for channel in card.channels]
-    shape = (len(card.means), len(ALL_SOURCES), len(times), len(card.hours), len(names))
-    variables = {}
-    for name in card.means[GLOBAL]:
-        values = np.full(shape, np.nan)
-        for region, means in enumerate(card.means.values()):
-            for source, field in zip(METRICS[name].sources, means[name], strict=True):
-                values[region, ALL_SOURCES.index(source)] = field
-        attributes = {"long_name": METRICS[name].title, "root": int(METRICS[name].root)}
-        variables[name] = (DIMS, values, attributes)
+    channels = [channel.name for channel in card.channels]
+    shape = (len(card.means), len(ALL_SOURCES), len(times), len(card.hours), len(channels))
+    values = np.full(shape, np.nan)
+    for region, means in enumerate(card.means.values()):
+        for source, field in zip(METRICS[name].sources, means[name], strict=True):
+            values[region, ALL_SOURCES.index(source)] = field
+    attributes = {"long_name": METRICS[name].title, "root": int(METRICS[name].root)}
+    leads = np.array(card.hours, "m8[h]").astype("m8[ns]")
     coordinates = {
         "region": ("region", np.array([*card.means], object)),
         "source": ("source", np.array(ALL_SOURCES, object)),
         "time": ("time", card.calendar.dates(times)),
-        "prediction_timedelta": (
-            "prediction_timedelta",
-            np.array(card.hours, "m8[h]").astype("m8[ns]"),
-        ),
-        "channel": ("channel", np.array(names, object)),
+        "prediction_timedelta": ("prediction_timedelta", leads),
+        "channel": ("channel", np.array(channels, object)),
         "units": ("channel", np.array(card.units, object)),
     }
-    return xr.Dataset(variables, coordinates)
+    return xr.Dataset({name: (DIMS, values, attributes)}, coordinates)
 
 
 def write_scores_by_date(card: Scorecard, folder: Path) -> None:
-    """Write the file into a folder.
+    """Write the file into a folder, a variable for each metric.
 
     Raises:
         OSError: it can't be written.
     """
-    scores_by_date(card).to_zarr(folder / NAME, mode="w", zarr_format=2, consolidated=True)
+    for index, name in enumerate(card.means[GLOBAL]):  # one at a time, which saves memory
+        scores = scores_by_date(card, name)
+        scores.to_zarr(folder / NAME, mode="a" if index else "w", zarr_format=2, consolidated=True)
 
 
-def read_scores_by_date(folder: Path) -> xr.Dataset | None:
-    """Read the file of a folder; None if it has none, as those of earlier versions."""
+def read_scores_by_date(folder: Path, names: Collection[str]) -> xr.Dataset | None:
+    """Read some scores of the forecast from a folder; None if it has no such file.
+
+    Raises:
+        ValueError: it is damaged, as all that zarr and xarray raise for it may be.
+    """
     if not (folder / NAME).is_dir():
         return None
-    with xr.open_zarr(folder / NAME, decode_timedelta=True) as scores:
-        loaded: xr.Dataset = scores.load()
-        return loaded
+    with xr.open_zarr(folder / NAME, decode_timedelta=True, consolidated=True) as scores:
+        found = scores[[name for name in scores.data_vars if name in names]]
+        found = found.sel(source=FORECAST, drop=True).load()
+    dims = [dim for dim in DIMS if dim != "source"]
+    if any({*array.dims} != {*dims} for array in found.data_vars.values()):
+        raise ValueError("its scores need the dims " + ", ".join(DIMS))
+    if not all(array.notnull().any() for array in found.data_vars.values()):
+        raise ValueError("it has no values of a score")
+    if not all(found.get_index(dim).is_unique for dim in dims):
+        raise ValueError("an initial time, region, lead time or channel is there twice")
+    ordered: xr.Dataset = found.transpose("time", *(dim for dim in dims if dim != "time")).sortby(
+        "time"
+    )
+    return ordered
 
 
 class PairedTest(NamedTuple):
@@ -92,30 +104,28 @@ class PairedTest(NamedTuple):
     p: Array
 
 
-MIN_TIMES = 10  # below them autocorrelations say nothing
+MIN_TIMES = 30  # with fewer, autocorrelations say too little,
+MIN_INDEPENDENT = 10  # and so do fewer independent cases
 MAX_CORRELATION = 0.99
+ROUNDING = 1e-12  # relative differences of scores that are no differences
 
 
-def paired_test(differences: Array, positions: NDArray[np.int64]) -> PairedTest:
-    """Test whether the mean of a series of differences is zero.
+def paired_test(differences: Array) -> PairedTest:
+    """Test whether the mean of a series of differences, `(T, ...)`, is zero.
 
-    Args:
-        differences: `(T, ...)`.
-        positions: of their times on an evenly spaced axis, in ascending order; some may be missing.
+    Initial times count as evenly spaced: neighbours are those that follow each other.
     """
     count = len(differences)
     mean = differences.mean(axis=0)
     anomaly = differences - mean
     variance = (anomaly**2).mean(axis=0)
     # Rounding leaves a variance a little above zero where all differences are the same.
-    is_constant = variance <= (1e-12 * np.abs(differences).max(axis=0)) ** 2
+    is_constant = variance <= (ROUNDING * np.abs(differences).max(axis=0)) ** 2
     variance = np.where(is_constant, np.nan, variance)
-    first, second = (autocovariance(anomaly, positions, lag) / variance for lag in (1, 2))
-    # Estimates from a short series are too small. Source: Kendall 1954, "Note on bias in the
-    # estimation of autocorrelation".
-    first = np.minimum(first + (1 + 3 * first) / count, MAX_CORRELATION)
-    second = np.clip(second + (1 + first + 3 * second) / count, -MAX_CORRELATION, MAX_CORRELATION)
-    independent = count / np.maximum(1, inflation(first, second))
+    first, second = (
+        (anomaly[lag:] * anomaly[:-lag]).sum(axis=0) / count / variance for lag in (1, 2)
+    )
+    independent = count / np.maximum(1, variance_factor(first, second, count))
     error = np.sqrt(variance * count / (count - 1) / independent)
     p = t_test(np.abs(mean) / error, np.maximum(independent - 1, 1))
     # A difference that is always the same is no chance, and none is none.
@@ -123,23 +133,30 @@ def paired_test(differences: Array, positions: NDArray[np.int64]) -> PairedTest:
     return PairedTest(mean, error, independent, np.where(is_constant, mean == 0, p))
 
 
-def autocovariance(anomaly: Array, positions: NDArray[np.int64], lag: int) -> Array:
-    """Return the autocovariance of a series `(T, ...)`; zero if no two times have this lag."""
-    later = np.searchsorted(positions, positions + lag)
-    has_later = np.flatnonzero(later < len(positions))
-    has_later = has_later[positions[later[has_later]] == positions[has_later] + lag]
-    total: Array = (anomaly[has_later] * anomaly[later[has_later]]).sum(axis=0) / len(positions)
-    return total
+def variance_factor(first: Array, second: Array, count: int) -> Array:
+    """Return how much larger the variance of a mean is than that of a mean of independent values.
+
+    Autocorrelations that are estimated from a short series are too small. The larger factor counts
+    of those with and without a correction, if a process can have the corrected ones.
+
+    Args:
+        first, second: estimated autocorrelations of a second-order autoregressive process.
+        count: of the values.
+
+    Source: Geer 2016 for the factor; the bias of a first-order process in Kendall 1954, "Note on
+    bias in the estimation of autocorrelation".
+    """
+    first = np.clip(first, -MAX_CORRELATION, MAX_CORRELATION)
+    corrected = first + (1 + 3 * first) / count
+    corrected_second = second + ((1 + first) ** 2 + 4 * first**2) / count
+    is_possible = (np.abs(corrected) < MAX_CORRELATION) & (corrected_second < 1)
+    is_possible &= corrected_second > 2 * corrected**2 - 1
+    factor = inflation(first, second)
+    return np.where(is_possible, np.maximum(factor, inflation(corrected, corrected_second)), factor)
 
 
 def inflation(first: Array, second: Array) -> Array:
-    """Return how much larger the variance of a mean is than that of a mean of independent values.
-
-    Args:
-        first, second: autocorrelations of a second-order autoregressive process.
-
-    Source: Geer 2016, and Wilks 2019, "Statistical Methods in the Atmospheric Sciences".
-    """
+    """Return the factor of `variance_factor` from exact autocorrelations."""
     phi1 = first * (1 - second) / (1 - first**2)
     phi2 = (second - first**2) / (1 - first**2)
     factor: Array = (1 - first * phi1 - second * phi2) / np.maximum(1 - phi1 - phi2, 1e-6) ** 2
@@ -164,27 +181,47 @@ def t_test(t: Array, freedom: Array) -> Array:
     return weight(np.arctan(t / np.sqrt(freedom))) / weight(np.zeros_like(t))
 
 
-def compare_by_date(other: xr.Dataset, first: xr.Dataset, score: str) -> xr.Dataset | None:
+class Significance(NamedTuple):
+    """A mean difference at common initial times, and whether it may be chance.
+
+    Attributes:
+        difference: of the scores, or of their squares if a root is taken of them.
+        p: the probability of such a difference by chance.
+        independent: the number of independent cases.
+    """
+
+    difference: float
+    p: float
+    independent: float
+
+
+Place = tuple[str, int, str]  # region, lead time in hours and channel
+
+
+def compare_by_date(
+    other: xr.Dataset, first: xr.Dataset, score: str
+) -> dict[Place, Significance] | None:
     """Test where a score of two forecasts differs, at their common initial times.
 
     Returns:
-        `p` and `independent` of the `PairedTest`, by region, lead time and channel. None if they
-        have not `MIN_TIMES` initial times in common, or this score.
+        None if they have not this score, or not `MIN_TIMES` initial times in common. Places where
+        a score is undefined, or with fewer than `MIN_INDEPENDENT` cases, are left out.
     """
     if score not in other or score not in first:
         return None
-    one, two = xr.align(
-        other[score].sel(source=FORECAST), first[score].sel(source=FORECAST), join="inner"
-    )
-    times = one.get_index("time")
-    if len(times) < MIN_TIMES:
+    one, two = xr.align(other[score], first[score], join="inner")
+    if one.sizes["time"] < MIN_TIMES:
         return None
-    elapsed = np.array((times - times[0]).values, "m8[s]").astype(np.int64)
-    positions = elapsed // np.gcd.reduce(elapsed)
-    ordered = [array.transpose("time", *DIMS[:1], *DIMS[3:]) for array in (one, two)]
-    # Scores that are undefined in one forecast are so in the test.
-    test = paired_test(ordered[0].values - ordered[1].values, positions)
-    result = ordered[0].isel(time=0, drop=True)
-    return xr.Dataset(
-        {"p": result.copy(data=test.p), "independent": result.copy(data=test.independent)}
-    )
+    differences = one.values - two.values
+    differences[np.abs(differences) <= ROUNDING * np.abs(one.values)] = 0
+    test = paired_test(differences)
+    regions, leads, channels = (one[dim].values for dim in one.dims[1:])
+    hours = (leads / np.timedelta64(1, "h")).astype(int).tolist()
+    return {
+        (str(regions[r]), hours[lead], str(channels[c])): Significance(
+            *(float(x[r, lead, c]) for x in (test.difference, test.p, test.independent))
+        )
+        for r, lead, c in np.argwhere(
+            np.isfinite(test.p) & (test.independent >= MIN_INDEPENDENT)
+        ).tolist()
+    }

@@ -198,8 +198,14 @@ def score_stations(
     given = stored
     valid = np.unique(times[:, None] + spans)
     if tolerance is not None:
-        # Persistence needs the initial times, too.
-        stored = nearest_reports(given, np.union1d(valid, times), tolerance)
+        dates = np.union1d(valid, times)  # persistence needs the initial times, too
+        if len(dates) > 1 and 2 * tolerance >= np.diff(dates).min():
+            minutes = np.diff(dates).min() / np.timedelta64(2, "m")
+            raise UserError(
+                f"tolerance: needs less than {minutes:g}min, half the time between dates of the "
+                f"forecast, got {tolerance / np.timedelta64(1, 'm'):g}min."
+            )
+        stored = nearest_reports(given, dates, tolerance)
     pairs = _variables(request, forecast, stored)
     for name in request.limits:
         if name not in pairs:

@@ -141,10 +141,12 @@ def make_forecasts(
 
         # Copies, and `finish`, need the fields of all ranks.
         wait_for_all(manager)
-        copies = writer.copies(manager.rank, manager.world_size)
+        copies, most = run_on_all_ranks(
+            lambda: [writer.copies(rank, manager.world_size) for rank in (manager.rank, 0)]
+        )
         # Copied piece by piece, with a collective after each: a single long wait would run into
         # the process group's timeout on the other ranks.
-        for number in range(len(writer.copies(0, manager.world_size))):
+        for number in range(len(most)):  # rank 0 has as many as any
             has_one = number < len(copies)
             run_on_all_ranks(partial(writer.copy, *copies[number]) if has_one else lambda: None)
         wait_for_all(manager)

@@ -304,7 +304,9 @@ class ZarrForecast(StoredForecast):
         chunks = range(rows.start // self.chunk_rows, -(-rows.stop // self.chunk_rows))
         for variable, values in zip(self.form.variables, fields, strict=True):
             names = [self._chunk_name(variable, job, lead, chunk) for chunk in chunks]
-            if not all((self.path / variable.name / name).exists() for name in names):
+            paths = [self.path / variable.name / name for name in names]
+            # An empty file is no complete chunk, see `missing`.
+            if not all(path.exists() and path.stat().st_size for path in paths):
                 self._open_array(variable.name)[index] = values
 
     def read(

@@ -77,13 +77,23 @@ def build_model(config: ModelConfig, fields: Fields, grid: tuple[int, int]) -> n
 
 
 def build_on_meta(config: ModelConfig, fields: Fields, grid: tuple[int, int]) -> nn.Module:
-    """Return the model of a config on the meta device: its tensors have shapes and no values."""
+    """Return the model of a config with parameters on the meta device, which have no values."""
     try:
         with torch.device("meta"):
             return build_model(config, fields, grid)
     except Exception:  # noqa: BLE001 - of code that is carried out again
-        # Some constructors read values of tensors, which meta tensors don't have.
-        return build_model(config, fields, grid).to("meta")
+        # Some constructors read values of tensors, which meta tensors don't have. A plan needs the
+        # values of buffers, such as masks.
+        model = build_model(config, fields, grid)
+        empty: dict[nn.Parameter, nn.Parameter] = {}  # shared parameters stay shared
+        for path, parameter in [*model.named_parameters(remove_duplicate=False)]:
+            if type(parameter) is nn.Parameter:
+                if parameter not in empty:
+                    like = torch.empty_like(parameter, device="meta", requires_grad=False)
+                    empty[parameter] = nn.Parameter(like, parameter.requires_grad)
+                owner, _, name = path.rpartition(".")
+                setattr(model.get_submodule(owner), name, empty[parameter])
+        return model
 
 
 def cast_model(model: nn.Module, dtype: torch.dtype) -> nn.Module:

@@ -63,7 +63,12 @@ class Tracker:
         return self
 
     def __exit__(self, kind: object, error: object, traceback: object) -> None:
+        # KeyboardInterrupt and SystemExit are no `Exception`: the user wants the run to end now.
+        is_interrupt = error is not None and not isinstance(error, Exception)
+        end = time.monotonic() + (INTERRUPT_TIMEOUT if is_interrupt else CLOSE_TIMEOUT)
         for sink in self.sinks:
+            if isinstance(sink, BackgroundSink):
+                sink.timeout = min(sink.timeout, max(0.0, end - time.monotonic()))
             sink.close(failed=error is not None)
 
 
@@ -104,7 +109,8 @@ def open_tracker(
     return Tracker([CsvLog(log, step), *sinks])
 
 
-CLOSE_TIMEOUT = 60.0  # seconds that the end of a run waits for a tracker
+CLOSE_TIMEOUT = 60.0  # seconds that the end of a run waits for all trackers
+INTERRUPT_TIMEOUT = 5.0  # the same if it is interrupted
 
 logger = logging.getLogger(__name__)
 
@@ -127,6 +133,7 @@ class BackgroundSink:
         self.timeout = CLOSE_TIMEOUT if timeout is None else timeout
         self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
         self._failed = False
+        self._given_up = False
         # A daemon: the interpreter does not wait for one that hangs.
         self.thread = threading.Thread(target=self._run_sink, args=(start,), name=name, daemon=True)
         self.thread.start()
@@ -147,6 +154,7 @@ class BackgroundSink:
         self.submit(None)  # tells the thread to close the tracker
         self.thread.join(self.timeout)
         if self.thread.is_alive():
+            self._given_up = True
             logger.warning("%s: given up, as it is not done after %g s.", self.name, self.timeout)
 
     def submit(self, task: Task | None) -> None:
@@ -166,11 +174,12 @@ class BackgroundSink:
                 raise
             sink.close(self._failed)
         except Exception as error:  # noqa: BLE001 - no error of a tracker ends a run
-            logger.warning(
-                "%s: disabled for the rest of the run (%s). Training continues.",
-                self.name,
-                one_line_error(error),
-            )
+            if not self._given_up:
+                logger.warning(
+                    "%s: disabled for the rest of the run (%s). Training continues.",
+                    self.name,
+                    one_line_error(error),
+                )
 
 
 def one_line_error(error: Exception) -> str:

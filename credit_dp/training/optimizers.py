@@ -234,11 +234,12 @@ def build_plugin_optimizer(config: OwnOptimizerConfig, groups: Groups) -> Optimi
     if given != used:
         raise UserError(f"{where} has to use the parameters of all groups, and no others.")
     is_checked = False
+    take_step: Callable[[], object] = optimizer.step
 
     def step(optimizer: Optimizer) -> None:
         nonlocal is_checked
         try:
-            type(optimizer).step(optimizer)
+            take_step()
         except torch.OutOfMemoryError:  # the run says which keys save memory
             raise
         except Exception:

@@ -24,6 +24,7 @@ from credit_dp.data.sampling import SampleSequence, initial_times, sample_times
 from credit_dp.data.selection import check_levels
 from credit_dp.data.setup import expected_data
 from credit_dp.data.store import Store
+from credit_dp.distributed.collectives import has_process_group
 from credit_dp.errors import UserError, counted
 from credit_dp.fields import Fields
 from credit_dp.models import build_on_meta
@@ -98,12 +99,13 @@ def check_start(
             hybrid_of(store)
     model = planned_model(config, channels.fields(config.model.frames, config.model.denoises), grid)
     factors = learning_rate_factors((model,), config.optimizer)
-    # A plug-in may fail, but not because parameters are on the meta device.
-    small = {
-        name: nn.Parameter(torch.zeros([1] * p.ndim, dtype=p.dtype), p.requires_grad)
-        for name, p in model.named_parameters()
-    }
-    build_optimizer(small, config.optimizer, factors)
+    if not has_process_group():  # a plug-in may communicate: ranks build it together, later
+        # A plug-in may fail, but not because parameters are on the meta device.
+        parameters = {
+            name: nn.Parameter(torch.zeros((), dtype=p.dtype).expand(p.shape), p.requires_grad)
+            for name, p in model.named_parameters()
+        }
+        build_optimizer(parameters, config.optimizer, factors)
     if resume is not None:
         _check_resumed(resume, config, model, data, counts.samples)
     elif config.init_from is not None:

@@ -4,6 +4,7 @@ import copy
 import csv
 import json
 import re
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -239,5 +240,13 @@ def test_differences_by_more_than_chance_have_triangles(tmp_path, monkeypatch):
 def test_damaged_scores_by_date_are_one_line(tmp_path):
     a, b = (card(tmp_path, name, rmse=(10.0, 300.0)) for name in "ab")
     add_dates(a, 10.0, 1)
-    (a / "scores_by_date.zarr" / ".zmetadata").write_text("{")
-    assert_refused({f"{a} {b}": f"{a}/scores_by_date.zarr: can't be read"}, "compare")
+    store = a / "scores_by_date.zarr"
+    said = {f"{a} {b}": f"{store}: can't be read"}
+    metadata = (store / ".zmetadata").read_text()
+    (store / ".zmetadata").write_text("{")
+    assert_refused(said, "compare")
+    (store / ".zmetadata").write_text(metadata)
+    for name in ("time/0", "source", "rmse"):  # as after a copy that was cut off
+        shutil.move(store / name, tmp_path / "part")
+        assert_refused(said, "compare")
+        shutil.move(tmp_path / "part", store / name)

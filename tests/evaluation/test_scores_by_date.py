@@ -1,6 +1,5 @@
 """Scores of each initial time, and tests of differences that know autocorrelation."""
 
-import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -36,8 +35,7 @@ def test_each_initial_time_has_the_scores_of_a_forecast_of_its_own(folder: Path)
     path = forecasts.write(made, folder / "by_date.zarr")
     card = scored(folder, path, regions=("tropics",))
     write_scores_by_date(card, folder)
-    by_date = read_scores_by_date(folder)
-    assert by_date is not None
+    by_date = xr.open_zarr(folder / "scores_by_date.zarr", decode_timedelta=True)
     assert {*by_date.data_vars} == {*card.scores}
     assert by_date["time"].values.tolist() == made["time"].values.tolist()
     for time in made["time"].values:
@@ -56,7 +54,8 @@ def test_each_initial_time_has_the_scores_of_a_forecast_of_its_own(folder: Path)
 def test_means_over_dates_are_those_of_their_definition(folder: Path) -> None:
     observed = forecasts.truth()
     made = forecasts.forecast(observed)
-    by_date = scores_by_date(scored(folder, forecasts.write(made, folder / "means.zarr")))
+    card = scored(folder, forecasts.write(made, folder / "means.zarr"))
+    by_date = scores_by_date(card, "rmse")
     valid = made["time"] + made["prediction_timedelta"]
     truth = observed["2m_temperature"].sel(time=valid).assign_coords(time=made["time"])
     latitude = made["latitude"].values
@@ -75,8 +74,9 @@ def test_times_of_other_calendars_are_written_as_dates_of_theirs(folder: Path, t
     card = scored(folder, forecasts.write(made, folder / "calendar.zarr"))
     times = np.array(["2000-02-28T12", "2000-03-01"], "M8[s]")
     write_scores_by_date(replace(card, times=times, calendar=Calendar("noleap")), tmp_path)
-    found = read_scores_by_date(tmp_path)
+    found = read_scores_by_date(tmp_path, ["rmse"])
     assert found is not None
+    assert {*found.data_vars} == {"rmse"}
     assert [date.calendar for date in found["time"].values] == ["noleap"] * 2
 
 
@@ -108,7 +108,7 @@ def autoregressive(phi: float, count: int, series: int = 2000) -> np.ndarray:
 
 def test_without_a_difference_one_test_in_twenty_rejects() -> None:
     for phi, count in ((0, 120), (0.3, 120), (0.5, 200), (0.7, 365)):
-        test = paired_test(autoregressive(phi, count), np.arange(count))
+        test = paired_test(autoregressive(phi, count))
         rejected = 100 * (test.p < 0.05).mean()
         assert 3 < rejected < 7, (phi, count, rejected)
         # Source of the expected number: the mean of an autoregressive process of first order.
@@ -118,50 +118,81 @@ def test_without_a_difference_one_test_in_twenty_rejects() -> None:
 
 def test_a_difference_is_found_and_its_error_is_that_of_the_mean() -> None:
     series = autoregressive(0.5, 200)
-    test = paired_test(series + 1.0, np.arange(200))
+    test = paired_test(series + 1.0)
     assert (test.p < 0.05).mean() > 0.95
     assert np.median(test.error) == pytest.approx(series.mean(axis=0).std(), rel=0.1)
 
 
 def test_series_without_variance() -> None:
-    test = paired_test(
-        np.stack([np.zeros(20), np.full(20, 0.1), np.arange(20.0)], 1), np.arange(20)
-    )
+    test = paired_test(np.stack([np.zeros(20), np.full(20, 0.1), np.arange(20.0)], 1))
     assert test.p[0] == 1
     assert test.p[1] == 0
     assert 0 < test.p[2] < 1
 
 
-def test_gaps_between_dates_are_no_neighbours() -> None:
-    series = autoregressive(0.7, 120)
-    pairs = np.sort(np.concatenate([np.arange(0, 120, 6), np.arange(1, 120, 6)]))
-    test = paired_test(series[pairs], pairs)
-    assert 20 < np.median(test.independent) < 40
+def autoregressive_of_second_order(phi1: float, phi2: float, count: int) -> np.ndarray:
+    random = np.random.default_rng(5)
+    noise = random.normal(size=(count + 300, 2000))
+    values = np.zeros_like(noise)
+    for step in range(2, len(noise)):
+        values[step] = phi1 * values[step - 1] + phi2 * values[step - 2] + noise[step]
+    return values[300:]
 
 
-def with_dates(values: np.ndarray, source: str = "forecast") -> xr.Dataset:
-    """Squared errors of one channel, region and lead time by date."""
+def test_oscillations_and_alternations_reject_no_more() -> None:
+    for phi1, phi2 in ((1.5, -0.7), (1.8, -0.85), (0.5, -0.3)):
+        test = paired_test(autoregressive_of_second_order(phi1, phi2, 120))
+        assert (test.p < 0.05).mean() < 0.07, (phi1, phi2)
+    # Starts at 00 and 12 UTC, of which one is always worse.
+    noise = np.random.default_rng(6).normal(scale=0.05, size=(60, 500))
+    test = paired_test(0.5 + (-1.0) ** np.arange(60)[:, None] + noise)
+    assert (test.p < 1e-3).all()
+    assert (test.independent == 60).all()
+
+
+def test_dates_that_are_not_evenly_spaced_are_no_more_independent() -> None:
+    daily = autoregressive(0.9, 700)
+    weekdays = daily[np.arange(700) % 7 % 3 == 0][:200]  # two or three times a week
+    two_hours = autoregressive(0.9, 1200)[np.arange(1200) % 4 < 2][:300]  # 00 and 06 UTC
+    for series in (weekdays, two_hours):
+        assert (paired_test(series).p < 0.05).mean() < 0.09
+
+
+def with_dates(values: np.ndarray) -> xr.Dataset:
+    """Squared errors of one channel, region and lead time by date, as they are read."""
     times = np.datetime64("2001-01-01", "ns") + np.arange(len(values)) * np.timedelta64(12, "h")
-    dims = ("region", "source", "time", "prediction_timedelta", "channel")
+    dims = ("time", "region", "prediction_timedelta", "channel")
     coords = {
         "region": ["global"],
-        "source": [source],
         "time": times,
         "prediction_timedelta": np.array([24], "m8[h]").astype("m8[ns]"),
         "channel": ["t2m"],
     }
-    return xr.Dataset({"rmse": (dims, values[None, None, :, None, None])}, coords)
+    return xr.Dataset({"rmse": (dims, values[:, None, None, None])}, coords)
 
 
 def test_forecasts_are_compared_at_their_common_dates() -> None:
+    place = ("global", 24, "t2m")
     noise = autoregressive(0.4, 60, 1)[:, 0]
     first = with_dates(10 + noise)
     again = compare_by_date(first, first, "rmse")
     assert again is not None
-    assert again["p"].item() == 1
-    better = compare_by_date(with_dates(9 + 0.9 * noise), first.isel(time=slice(5, None)), "rmse")
+    assert again[place].p == 1
+    rounded = compare_by_date(with_dates((10 + noise) * (1 + 1e-15)), first, "rmse")
+    assert rounded is not None
+    assert rounded[place].p == 1
+    # Better at each common date, though not over all dates of both.
+    easy = np.concatenate([1 + 0 * noise[:30], 10 + noise[30:]])
+    better = compare_by_date(
+        with_dates(9 + 0.9 * noise).isel(time=slice(30, None)), with_dates(easy), "rmse"
+    )
     assert better is not None
-    assert better["p"].item() < 1e-3
-    assert compare_by_date(first, first.isel(time=slice(9)), "rmse") is None
+    assert better[place].difference < 0
+    assert better[place].p < 1e-3
+    assert compare_by_date(first, first.isel(time=slice(29)), "rmse") is None
     assert compare_by_date(first, first, "acc") is None
-    assert math.isfinite(better["independent"].item())
+    undefined = first.where(first["time"] > first["time"][0])
+    assert compare_by_date(undefined, first, "rmse") == {}
+    # Of one season there are too few independent cases.
+    slow = with_dates(10 + np.sin(np.arange(60) / 20))
+    assert compare_by_date(slow, with_dates(np.full(60, 10.0)), "rmse") == {}

@@ -230,6 +230,8 @@ def test_keys_that_are_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) ->
         (["limits={t2m:[1,2]}"], "limits.t2m: there is no scored variable t2m."),
         (["stations=", "truth=truth.zarr", "missing=[9]"], "missing: has an effect on stations="),
         (["stations=", "truth=truth.zarr", "tolerance=1h"], "tolerance: has an effect on stat"),
+        (["tolerance=99999h"], "tolerance: needs minutes or hours, like 15min or 1h, got 99999h."),
+        (["tolerance=4h"], "tolerance: needs less than 180min, half the time between dates of"),
         (["tolerance=15"], "tolerance: needs minutes or hours, like 15min or 1h, got 15."),
     ):
         given = {"forecast": "one.zarr", "stations": "stations.nc", "out": "refused"}

@@ -11,7 +11,7 @@ import pytest
 from credit_dp.config import LoggerConfig
 from credit_dp.errors import UserError
 from credit_dp.training import loggers
-from credit_dp.training.loggers import BackgroundSink, open_tracker
+from credit_dp.training.loggers import BackgroundSink, Tracker, open_tracker
 from tests.full_disk import full_disk
 from tests.training.log_messages import captured_warnings
 
@@ -149,9 +149,21 @@ def test_one_that_hangs_is_not_waited_for():
         sink.go.set()
         background.thread.join()
     assert sink.steps == [0]
-    assert warnings[1:] == [
-        "Slow: disabled for the rest of the run (TimeoutError: too late). Training continues."
-    ]
+    assert len(warnings) == 1  # although it raises as well
+
+
+def test_an_interrupt_waits_for_a_shorter_while_for_all_together(monkeypatch):
+    monkeypatch.setattr("credit_dp.training.loggers.INTERRUPT_TIMEOUT", 0.01)
+    slow = [Hanging(), Hanging()]
+    sinks = [BackgroundSink("Slow", lambda sink=sink: sink) for sink in slow]
+    for sink in sinks:
+        sink.log(1, {})
+    with captured_warnings() as warnings:
+        Tracker(sinks).__exit__(KeyboardInterrupt, KeyboardInterrupt(), None)
+    assert sinks[0].timeout <= 0.01 >= sinks[1].timeout
+    assert [line[:15] for line in warnings] == ["Slow: given up,"] * 2
+    for sink in slow:
+        sink.go.set()
 
 
 @pytest.mark.slow

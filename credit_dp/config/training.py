@@ -392,7 +392,7 @@ class OwnOptimizerConfig(OptimizerConfig, Plugin):
         Each group has `params`, `lr` and `weight_decay`, which is 0 for biases, norms and position
         tables. The optimizer's state of a parameter may only hold tensors of its shape and dtype,
         and single numbers in tensors, which checkpoints can write for any mesh. With fsdp2
-        parameters and gradients are `DTensor`s.
+        parameters and gradients are of type `DTensor`.
         """
         raise NotImplementedError
 

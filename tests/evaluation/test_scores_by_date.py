@@ -22,7 +22,6 @@ from credit_dp.evaluation.scores_by_date import (
 )
 from tests.evaluation import forecasts
 from tests.evaluation.forecasts import scored
-from tests.evaluation.test_score import GRID
 
 
 def of_one_time(folder: Path, path: Path, time: np.datetime64) -> Scorecard:
@@ -64,7 +63,11 @@ def test_means_over_dates_are_those_of_their_definition(folder: Path) -> None:
         abs(np.diff(np.sin(np.deg2rad(edges)))), {"latitude": latitude}, ("latitude",)
     )
     squares = (made["2m_temperature"].astype("f8") - truth.astype("f8")) ** 2
-    wanted = squares.weighted(area).mean(GRID).transpose("time", "prediction_timedelta")
+    wanted = (
+        squares.weighted(area)
+        .mean(["latitude", "longitude"])
+        .transpose("time", "prediction_timedelta")
+    )
     found = by_date["rmse"].sel(channel="2m_temperature", source="forecast", region="global")
     assert found.values == pytest.approx(wanted.values, rel=1e-12)
 

@@ -374,7 +374,7 @@ def _test_differences(results: Sequence[EvaluationResult], scores: set[str]) -> 
     """Test the differences of all results from the first, of scores that rank forecasts."""
     first = results[0].by_date
     return {
-        (index, score): compare_by_date(other.by_date, first, score) or {}
+        (index, score): compare_by_date(other.by_date, first, score)
         for index, other in enumerate(results)
         if index and first is not None and other.by_date is not None
         for score in scores

@@ -140,12 +140,8 @@ def nearest_reports(
     Args:
         dates: rising, more than twice the tolerance apart.
     """
-    after = np.searchsorted(dates, observations.times).clip(1, max(1, len(dates) - 1))
-    before = after - 1
-    after = after.clip(max=len(dates) - 1)
-    distances = [np.abs(observations.times - dates[index]) for index in (before, after)]
-    nearest = np.where(distances[0] <= distances[1], before, after)
-    distance = np.minimum(*distances)
+    nearest = np.searchsorted(dates[:-1] + np.diff(dates) / 2, observations.times)
+    distance = np.abs(observations.times - dates[nearest])
     stations = len(observations.names)
     slot = nearest * stations + observations.station  # of a date and a station
     within = distance <= tolerance

@@ -72,7 +72,7 @@ class DifferenceTable(NamedTuple):
 
 
 class Triangle(NamedTuple):
-    """The sign of a difference: its class in the page's style, and what a reader is told of it."""
+    """A character that shows a difference, its CSS classes, and the text beside the pointer."""
 
     text: str
     style: str

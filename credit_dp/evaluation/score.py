@@ -233,7 +233,7 @@ class VariableScores:
         self._scores: dict[str, ScoreSums] = {}
         self._seeps: dict[str, AreaMean] = {}
         # By region and metric: the means of each initial time, `(sources, times, leads, C)`.
-        self._means: dict[str, dict[str, Tensor]] = {name: {} for name in regions}
+        self._means: dict[str, dict[str, Tensor]] = {}
         for name, region in regions.items():
             inside = None if points is None else ValidPoints(region.select(points.valid))
             # Sums of one initial time, which `end_initial_time` takes before the next.

@@ -113,7 +113,7 @@ ROUNDING = 1e-12  # relative differences of scores that are no differences
 def paired_test(differences: Array) -> PairedTest:
     """Test whether the mean of a series of differences, `(T, ...)`, is zero.
 
-    Initial times count as evenly spaced: neighbours are those that follow each other.
+    The autocorrelation is that of consecutive initial times, however far apart they are.
     """
     count = len(differences)
     mean = differences.mean(axis=0)
@@ -198,20 +198,18 @@ class Significance(NamedTuple):
 Place = tuple[str, int, str]  # region, lead time in hours and channel
 
 
-def compare_by_date(
-    other: xr.Dataset, first: xr.Dataset, score: str
-) -> dict[Place, Significance] | None:
+def compare_by_date(other: xr.Dataset, first: xr.Dataset, score: str) -> dict[Place, Significance]:
     """Test where a score of two forecasts differs, at their common initial times.
 
     Returns:
-        None if they have not this score, or not `MIN_TIMES` initial times in common. Places where
-        a score is undefined, or with fewer than `MIN_INDEPENDENT` cases, are left out.
+        The tests of all places where both have the score on `MIN_TIMES` common initial times or
+        more, of which `MIN_INDEPENDENT` or more are independent.
     """
     if score not in other or score not in first:
-        return None
+        return {}
     one, two = xr.align(other[score], first[score], join="inner")
     if one.sizes["time"] < MIN_TIMES:
-        return None
+        return {}
     differences = one.values - two.values
     differences[np.abs(differences) <= ROUNDING * np.abs(one.values)] = 0
     test = paired_test(differences)

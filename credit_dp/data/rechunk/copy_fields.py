@@ -159,7 +159,7 @@ class PrepareJob:
         """Compress one time; return about how many bytes all times take.
 
         Raises:
-            UserError: those that are missing would not fit on the disk.
+            UserError: the missing times would not fit on the disk.
         """
         missing = self.missing()
         time = missing[0] if missing else 0
@@ -175,7 +175,7 @@ class PrepareJob:
         return per_time * self.selected.shape[0]
 
     def write(self, on_written: Callback, start_worker: Callable[[], None] | None = None) -> None:
-        """Write the missing times; `on_written` is told how many are written, all together.
+        """Write the missing times; `on_written` gets the total number of written times.
 
         Processes of this machine call `start_worker` first.
 

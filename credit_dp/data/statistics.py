@@ -267,7 +267,7 @@ def add_window(
 
 
 def add_moments(total: MomentsTable, more: MomentsTable) -> None:
-    """Add moments of channels to those that `total` has, in place."""
+    """Add the moments of channels to `total`, in place."""
     for name, (values, changes) in more.items():
         previous = total.get(name, (Moments(), Moments()))
         total[name] = (previous[0] + values, previous[1] + changes)

@@ -227,9 +227,17 @@ class GroupReader:
     def _read_truth(self, times: Times) -> FieldArray:
         truth = self._aligned.truth
         with translate_error_keys("truth"):
-            return truth.read_channels(
+            fields = truth.read_channels(
                 truth.channels.output_channels[self._channels], times, self._rows
             )
+            # The store compares values with limits, but small fill values are within those of
+            # unknown variables.
+            if not self._within_limits(fields, self._channels):
+                dates = [truth.calendar.text(time) for time in times]
+                self._refuse_out_of_range(
+                    fields, self._channels, truth.source.where, dates, forecast=False
+                )
+        return fields
 
     def _read_climatology(self, times: Times) -> FieldArray:
         """Read the climatology and check it."""

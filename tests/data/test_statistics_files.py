@@ -332,6 +332,16 @@ def test_means_that_can_not_be_are_refused_by_a_check_too(path, tmp_path):
         check_statistics_files(Store.open(stores.config(path, statistics=files, levels=[850])))
 
 
+def test_static_fields_that_files_of_others_lack_are_judged_too(tmp_path):
+    data = stores.dataset()
+    data["roughness"] = data["land_sea_mask"].copy(data=data["land_sea_mask"].values.copy())
+    data["roughness"].values[0, 0] = -9999
+    path = stores.write(data, tmp_path / "store.zarr")
+    files = [written(foreign(LONG, seed), tmp_path / f"{seed}.nc") for seed in range(3)]
+    said = refused(path, files, static=["roughness"])
+    assert "the minimum of roughness is -9999, which looks like a fill value" in said
+
+
 @pytest.mark.slow
 @each("name", ["temperature", "solar", "land_sea_mask"])
 def test_files_of_others_do_not_know_transforms(path, tmp_path, name):

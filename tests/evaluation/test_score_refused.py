@@ -53,6 +53,23 @@ def test_a_truth_that_does_not_fit_is_refused(tmp_path: Path) -> None:
         assert all(part in said for part in parts), (name, said)
 
 
+def test_undeclared_fill_values_of_unknown_variables_are_refused(tmp_path: Path) -> None:
+    observed = forecasts.truth()
+    observed["gas"] = 1e-8 * observed["2m_temperature"]
+    made = forecasts.forecast(observed[list(forecasts.NAMES)])
+    made["gas"] = 1e-8 * made["2m_temperature"]
+    for name, place in (("truth", "truth.zarr"), ("forecast", "f.zarr")):
+        folder = tmp_path / name
+        data = {"truth": observed.copy(deep=True), "forecast": made.copy(deep=True)}
+        data[name]["gas"].values[(6, 3, 2) if name == "truth" else (0, 1, 3, 2)] = -9999
+        forecasts.write(data["truth"], folder / "truth.zarr")
+        path = forecasts.write(data["forecast"], folder / "f.zarr")
+        said = refusal(folder, path, variables=("gas",), climatology="")
+        assert f"{folder / place}: gas is -9999 at 2000-01-0" in said
+        assert "looks like a fill value" in said
+        scored(folder, path, variables=("gas",), climatology="", limits={"gas": [-1e4, 1]})
+
+
 def test_a_request_that_can_not_be_met_is_refused(folder: Path) -> None:
     path = folder / "forecast.zarr"
     forecasts.write(without_members(forecasts.forecast(forecasts.truth(), members=1)), path)

@@ -93,6 +93,17 @@ def test_a_forecast_resumes_to_the_same_bits(config, whole, tmp_path, monkeypatc
             assert found.drop_attrs().identical(wanted.drop_attrs())
 
 
+def test_an_empty_chunk_is_written_again(config, whole, tmp_path, monkeypatch):
+    settings = forecast_config(config, tmp_path / "f")
+    with monkeypatch.context() as patch:
+        stop_after(patch, AFTER)
+        with pytest.raises(StopError):
+            forecast(settings)
+    (tmp_path / "f.partial/temperature/c.0.1.0.0.0").write_bytes(b"")  # the disk was full
+    forecast(settings)
+    assert files(tmp_path / "f") == files(whole)
+
+
 def test_a_whole_store_that_lost_a_chunk_is_not_complete(whole, tmp_path):
     assert check_forecast(str(whole)).complete
     damaged = tmp_path / "damaged.zarr"

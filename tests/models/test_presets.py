@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import pytest
 import torch
+from torch import nn
 
 from credit_dp.cli.compose import Composer
-from credit_dp.config import UNetConfig
+from credit_dp.config import OwnModelConfig, UNetConfig
 from credit_dp.config.model import MODELS
 from credit_dp.data.setup import prepare_training_data
 from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.domain_parallel.decide import plan_report
 from credit_dp.fields import Fields
-from credit_dp.models import BUILDERS, build_model
+from credit_dp.models import BUILDERS, build_model, build_on_meta
 from credit_dp.training.build_training import build_training
 from tests.domain_parallel.equality import MODEL, assert_same_as_whole_globe
 from tests.ranks import on_threads
@@ -36,6 +39,28 @@ CASES = tiers(
 def _built(preset, rows):
     config = Composer("train").compose_config([f"model={preset}"]).model
     return lambda: build_model(config, FIELDS, (rows, COLUMNS))
+
+
+@dataclass
+class ReadsValues(OwnModelConfig):
+    """A model whose constructor reads values, so that it can't be built on the meta device."""
+
+    name: str = "reads_values"
+
+    def build(self, in_channels: int, out_channels: int, grid: tuple[int, int]) -> nn.Module:
+        model = nn.Conv2d(in_channels, out_channels, 1)
+        model.twin = nn.Conv2d(in_channels, out_channels, 1)
+        model.twin.weight = model.weight
+        rates = [float(x) for x in torch.linspace(0, 1, 3)]
+        model.register_buffer("rates", torch.tensor(rates))
+        return model
+
+
+def test_a_plan_has_the_values_of_buffers_and_no_others():
+    model = build_on_meta(ReadsValues(), FIELDS, (4, COLUMNS))
+    assert all(parameter.is_meta for parameter in model.parameters())
+    assert model.twin.weight is model.weight
+    assert model.rates.tolist() == [0, 0.5, 1]
 
 
 def test_each_config_has_a_builder():

@@ -1,7 +1,7 @@
 """A user's optimizers: they resume exactly, or their first step is refused."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -11,12 +11,16 @@ from torch import nn
 from torch.optim import Optimizer
 
 from credit_dp.config import AdamWConfig, LionConfig, OwnOptimizerConfig
+from credit_dp.data.store import Store
 from credit_dp.errors import UserError
+from credit_dp.training import start_checks
 from credit_dp.training.checkpoint import load_checkpoint
 from credit_dp.training.optim import build_optimizer, moments_per_parameter
+from credit_dp.training.start_checks import check_start
 from tests.checkpoints import save_checkpoint
 from tests.training.plugins import TorchOptimizerConfig
 from tests.training.refusals import assert_refused
+from tests.training.runs import make_config, make_store
 from tests.training.states import (
     TiedAndUnused,
     same_tensors,
@@ -247,3 +251,46 @@ def test_a_build_that_is_none_is_one_line():
         (partial(build_optimizer, parameters(), config), expected)
         for config, expected in BAD_BUILDS
     )
+
+
+@dataclass
+class Strict(OwnOptimizerConfig):
+    """Needs matrices of true sizes, and has a step of its own."""
+
+    name: str = "strict"
+
+    def build(self, groups: Sequence[dict[str, Any]]) -> Optimizer:
+        assert max(min(p.shape, default=0) for group in groups for p in group["params"]) > 1
+        optimizer = torch.optim.SGD(groups)
+        take = optimizer.step
+
+        def double() -> None:
+            take()
+            take()
+
+        optimizer.step = double  # type: ignore[method-assign, assignment]
+        return optimizer
+
+
+def test_a_step_that_a_plugin_sets_is_taken():
+    weights = {"weight": nn.Parameter(torch.zeros(3, 2))}
+    optimizer = build_optimizer(weights, Strict(lr=0.5, weight_decay=0.0))
+    weights["weight"].grad = torch.ones(3, 2)
+    optimizer.step()
+    assert (weights["weight"] == -1).all()
+
+
+def test_a_check_builds_a_plugin_on_true_shapes_and_never_where_ranks_wait(tmp_path, monkeypatch):
+    path = make_store(tmp_path, 17)
+    config = replace(make_config(path, tmp_path), optimizer=Strict())
+    built = []
+    build = Strict.build
+    monkeypatch.setattr(
+        Strict, "build", lambda self, groups: (built.append(1), build(self, groups))[1]
+    )
+    check_start(config, Store.open(config.data), 1)
+    assert built == [1]
+    # Only rank 0 checks: a plug-in that communicates would wait for the others.
+    monkeypatch.setattr(start_checks, "has_process_group", lambda: True)
+    check_start(config, Store.open(config.data), 1)
+    assert built == [1]

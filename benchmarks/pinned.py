@@ -117,6 +117,7 @@ def _rank(
     rank, mesh, cores, store = setting
     backend = "gloo"
     torch.set_default_dtype(getattr(torch, DTYPE))
+    torch.manual_seed(0)  # all ranks have the same models
     if DEVICE == "cuda":
         backend = "nccl"
         torch.set_default_device(f"cuda:{rank}")

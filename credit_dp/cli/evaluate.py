@@ -4,19 +4,23 @@ import os
 import re
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from glob import has_magic
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from credit_dp import checks
 from credit_dp.cli.arguments import (
+    common_parser,
+    parse_arguments,
     parse_list,
     read_folders_and_keys,
     read_keys,
+    split_keys,
     to_texts,
     to_whole_numbers,
 )
+from credit_dp.cli.forecast import TrainedRun, check_overrides, forecast_config
 from credit_dp.cli.output import format_table, print_lines
 from credit_dp.errors import UserError, counted
 from credit_dp.plain_text import superscript
@@ -24,6 +28,8 @@ from credit_dp.plain_text import superscript
 if TYPE_CHECKING:
     import numpy as np
 
+    from credit_dp.config import Config
+    from credit_dp.distributed.launcher import RankInfo
     from credit_dp.evaluation.alignment import ScoreRequest
     from credit_dp.evaluation.comparison import Comparison
     from credit_dp.evaluation.forecast_store import ForecastStore
@@ -34,6 +40,7 @@ if TYPE_CHECKING:
 EVALUATE_HELP = """\
 {program} forecast=STORE [truth=STORE] out=FOLDER: scores forecasts, of this or any other program.
 {program} forecast=STORE stations=FILE out=FOLDER: scores them against observations at stations.
+{program} checkpoint=RUN [truth=STORE] out=FOLDER: scores forecasts while a model makes them.
 
 A forecast store has the form of WeatherBench 2, in zarr or netCDF: dims time (initial time),
 prediction_timedelta, latitude, longitude, and, if it has them, level and number (ensemble members).
@@ -45,6 +52,15 @@ that covers it is interpolated bilinearly. Persistence and climatology are score
 FOLDER gets scores.csv, scores.json, scorecard.html, a single self-contained page, of most grids
 spectra.csv, of ensembles rank_histograms.csv, and scores_by_date.zarr with what each initial time
 has to the scores.
+
+With checkpoint=RUN, the folder of a run or of a checkpoint, forecasts are not written. All keys of
+`credit-dp forecast` for its config, such as parallel.domain=2, parallel.data=2 and device=cpu, can
+be given, and members=, perturb= and perturb_seed=. The rim of a region is that of the run's data.
+If it is killed, the same command continues where it stopped.
+
+  dates=[A,B]                initial times from A to B every 12 hours; dates=[A,B,24h] every 24; by
+                             default those of the run's data.dates.test
+  hours=[24,72,120]          lead times; by default the run's trainer.evaluate_hours
 
 Observations are in netCDF or zarr, with the dims time and station and the latitudes and longitudes
 of the stations, or in CSV with the columns station, time, latitude, longitude and one of numbers
@@ -75,8 +91,13 @@ missing, tolerance, dates, hours, variables, regions, masked and limits have an 
 Exit code: 0 if it is scored, 2 if a key or a store is wrong; then nothing is written.
 """
 
+# With checkpoint=; the others are those of forecasts.
+KEYS_OF_CHECKPOINTS: Mapping[str, Any] = {"members": 0, "perturb": 0.0, "perturb_seed": 0}
+DEFAULT_STRIDE = "12h"  # between initial times, as in WeatherBench 2
+
 EVALUATE_KEYS: Mapping[str, Any] = {
     "forecast": "",
+    "checkpoint": "",
     "truth": "",
     "stations": "",
     "missing": [],
@@ -94,6 +115,7 @@ EVALUATE_KEYS: Mapping[str, Any] = {
     "boundary": None,
     "masked": [],
     "limits": {},
+    **KEYS_OF_CHECKPOINTS,
 }
 # With stations= there are no fields to compare with.
 KEYS_OF_FIELDS = (
@@ -120,9 +142,14 @@ SOURCE_LABELS = {
 
 def evaluate(arguments: Sequence[str], program: str) -> int:
     """Score a forecast store; return the exit code."""
+    if any(text.startswith("checkpoint=") for text in arguments):
+        return evaluate_checkpoint(arguments, program)
     keys = read_keys(arguments, program, EVALUATE_HELP, EVALUATE_KEYS)
     if keys is None:
         return 0
+    for key, default in KEYS_OF_CHECKPOINTS.items():
+        if keys[key] != default:
+            raise UserError(f"{key}: has an effect with checkpoint= only. Leave it out.")
     request = build_request(keys)
     # Imported here because torch takes seconds, which --help does not need.
     from rich.console import Console
@@ -137,7 +164,11 @@ def evaluate(arguments: Sequence[str], program: str) -> int:
     if not keys["out"]:  # after a forecast that does not exist, which is the first key
         raise UserError("out: needs the folder to write, like out=scores.")
     if not keys["stations"]:
-        request = with_truth(request, forecast)
+        from credit_dp.forecast.format import given_width, read_settings_attribute
+
+        settings = read_settings_attribute(forecast.attributes)
+        width = given_width(forecast.attributes)
+        request = request.with_origin(settings, width, forecast.where)
     # Made before scoring, so that a folder that can't be written is refused at once.
     folder = ScoreFolder(checks.expand_home("out", keys["out"]))
     with folder.cleanup_on_failure():
@@ -162,6 +193,87 @@ def evaluate(arguments: Sequence[str], program: str) -> int:
             lines = [f"note: {note}" for note in notes]
             lines += [*summary_lines(card), f"{folder.out / 'scorecard.html'}"]
     print_lines(*lines)
+    return 0
+
+
+def evaluate_checkpoint(arguments: Sequence[str], program: str) -> int:
+    """Score the forecasts of a trained model while it makes them; return the exit code."""
+    args = parse_arguments(common_parser(), arguments)
+    if args.help:
+        sys.stdout.write(EVALUATE_HELP.format(program=program))
+        return 0
+    keys, overrides = split_keys(args.overrides, EVALUATE_KEYS)
+    check_overrides(overrides, EVALUATE_KEYS, program)
+    for key in ("forecast", "stations", *KEYS_OF_STATIONS):
+        if keys[key]:
+            raise UserError(f"{key}: has no effect together with checkpoint=. Leave one out.")
+    if not keys["out"]:
+        raise UserError("out: needs the folder to write, like out=scores.")
+    stride = DEFAULT_STRIDE
+    if len(keys["dates"]) == 3:
+        *keys["dates"], stride = keys["dates"]
+    request = build_request(keys | {"forecast": keys["checkpoint"]})
+    from credit_dp.distributed.launch import launch
+    from credit_dp.forecast.boundary import TRUTH
+    from credit_dp.forecast.request import FORECAST_KEYS
+    from credit_dp.forecast.score_forecasts import ScoredForecastConfig, words_of_scores
+
+    run = TrainedRun(keys["checkpoint"], overrides, program.rpartition(" ")[2])
+    hours = request.hours or tuple(run.config.trainer.evaluate_hours)
+    with words_of_scores():
+        config = forecast_config(
+            run,
+            {
+                **FORECAST_KEYS,
+                **{key: keys[key] for key in KEYS_OF_CHECKPOINTS},
+                "init": initial_times(request.dates, run, max(hours), str(stride)),
+                "lead": f"{max(hours)}h",
+                "out": keys["out"],
+                "boundary": TRUTH if run.config.data.boundary else "",
+            },
+        )
+    values = {field.name: getattr(config, field.name) for field in fields(config)}
+    # All initial times of the forecasts are scored.
+    scored = replace(request, dates=(), hours=hours)
+    config = ScoredForecastConfig(**values, score=scored)
+    return launch(config, "credit_dp.cli.evaluate:score_on_rank")
+
+
+def initial_times(dates: Sequence[str], run: "TrainedRun", longest: int, stride: str) -> str:
+    """Return initial times in the words of `credit-dp forecast`.
+
+    By default they are those of the run's test dates, at which all lead times are test dates, too.
+    """
+    import numpy as np
+
+    from credit_dp.data.dates import date_interval
+
+    calendar, test = run.calendar, run.config.data.dates.test
+    key, given = ("dates", dates) if dates else ("data.dates.test", test)
+    if not given:
+        raise UserError("dates: needs initial times, like dates=[2020-01-01,2020-12-31].")
+    first, last = (
+        date_interval(key, given[0], calendar)[0],
+        date_interval(key, given[1], calendar)[1],
+    )
+    if not dates:
+        last = last - np.timedelta64(longest, "h")
+    return f"{calendar.text(first)}/{calendar.text(last)}/{stride}"
+
+
+def score_on_rank(config: "Config", ranks: "RankInfo") -> int:
+    """Score the forecasts of a `ScoredForecastConfig`, and return the exit code; collective."""
+    from credit_dp.distributed.mesh import build_manager, rank_device
+    from credit_dp.forecast.score_forecasts import ScoredForecastConfig, score_forecasts
+    from credit_dp.training.console import screen_for
+
+    if not isinstance(config, ScoredForecastConfig):
+        raise TypeError(f"needs a ScoredForecastConfig, got {type(config).__name__}")
+    manager = build_manager(config.parallel, ranks)
+    screen = screen_for(ranks.rank)
+    card = score_forecasts(config, manager, rank_device(config, ranks), screen)
+    if card is not None:
+        print_lines(*summary_lines(card), str(config.request.target / "scorecard.html"))
     return 0
 
 
@@ -223,30 +335,6 @@ def forecast_of_run(run: Path) -> Path:
         f"forecast: {run} is the folder of a run without a forecast ({', '.join(names)}). Make one "
         "with `credit-dp forecast`, or set forecast to one elsewhere."
     )
-
-
-def with_truth(request: "ScoreRequest", forecast: "ForecastStore") -> "ScoreRequest":
-    """Return a request with the stores, grid and rim that the forecasts started from, by default.
-
-    The stores have later times as well. Other stores are not regridded by default.
-
-    Raises:
-        UserError: there is no truth, and the forecasts do not name their stores.
-    """
-    from credit_dp.forecast.format import given_width, read_settings_attribute
-
-    settings = read_settings_attribute(forecast.attributes)
-    stores = request.truth or tuple(settings.get("stores", ()))
-    if not stores:
-        raise UserError(
-            "truth: needs the store to compare forecasts with, like truth=era5.zarr, because "
-            f"{forecast.where} does not say what it started from."
-        )
-    if request.grid is None and not request.truth:
-        request = replace(request, grid=settings.get("grid"), regrid=settings.get("regrid"))
-    if request.boundary is None:
-        request = replace(request, boundary=given_width(forecast.attributes))
-    return replace(request, truth=stores)
 
 
 def build_request(keys: Mapping[str, Any]) -> "ScoreRequest":

@@ -2,9 +2,9 @@
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import fields, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, final
 
 from credit_dp import checks
 from credit_dp.checks import did_you_mean
@@ -18,6 +18,7 @@ from credit_dp.errors import UserError
 from credit_dp.training.checkpoint_files import locate_checkpoint, read_metadata, run_folder_of
 
 if TYPE_CHECKING:
+    from credit_dp.data.calendar import Calendar
     from credit_dp.forecast.request import ForecastConfig
 
 
@@ -95,7 +96,12 @@ def forecast(arguments: Sequence[str], program: str) -> int:
         return 0
     if args.overrides[:1] == ["check"]:
         return report_completeness(args.overrides[1:], program)
-    config = forecast_config(args.overrides, program)
+    keys, config_overrides = split_arguments(args.overrides, program)
+    for key, needed in REQUIRED_KEYS.items():
+        if not keys[key] and not (key == "init" and keys["init_file"]):
+            raise UserError(f"{key}: needs {needed}, got nothing. Add it.")
+    run = TrainedRun(keys["checkpoint"], config_overrides, program.rpartition(" ")[2])
+    config = forecast_config(run, keys)
     from credit_dp.distributed.launch import launch
 
     return launch(config, "credit_dp.forecast.make_forecasts:run")
@@ -116,31 +122,48 @@ def report_completeness(paths: Sequence[str], program: str) -> int:
     return 0 if finding.complete else 1
 
 
-def forecast_config(arguments: Sequence[str], program: str) -> "ForecastConfig":
-    """Return the run's config with the given changes, and the forecast that is requested.
+@final
+class TrainedRun:
+    """A checkpoint, and the config of its run with the given changes.
+
+    Args:
+        command: the name of the command in messages.
 
     Raises:
         UserError: a key or a value does not exist or is not allowed, or there is no checkpoint.
     """
-    keys, config_overrides = split_arguments(arguments, program)
-    for key, needed in REQUIRED_KEYS.items():
-        if not keys[key] and not (key == "init" and keys["init_file"]):
-            raise UserError(f"{key}: needs {needed}, got nothing. Add it.")
-    path = locate_checkpoint("checkpoint", keys["checkpoint"]).absolute()
-    run = run_folder_of(path)
-    composer = Composer(program.rpartition(" ")[2])
-    composer.parse(config_overrides)
-    config = config_of_checkpoint(path, config_overrides, composer)
+
+    def __init__(self, checkpoint: str, config_overrides: Sequence[str], command: str) -> None:
+        self.path = locate_checkpoint("checkpoint", checkpoint).absolute()
+        self.folder = run_folder_of(self.path)
+        composer = Composer(command)
+        composer.parse(config_overrides)
+        self.config = config_of_checkpoint(self.path, config_overrides, composer)
+        self.trained_on = read_metadata("checkpoint", self.path)["data"]
+
+    @property
+    def calendar(self) -> "Calendar":
+        """Return the calendar of the training data."""
+        from credit_dp.training.data_description import calendar_of_fields
+
+        return calendar_of_fields(self.trained_on["fields"])
+
+
+def forecast_config(run: TrainedRun, keys: Mapping[str, Any]) -> "ForecastConfig":
+    """Return the run's config and the forecast that is requested.
+
+    Raises:
+        UserError: a key or a value does not exist or is not allowed.
+    """
+    config, trained_on = run.config, run.trained_on
     from credit_dp.config.model import BlocksConfig
     from credit_dp.forecast.boundary import check_boundary_key
     from credit_dp.forecast.initial_file import open_initial_files
     from credit_dp.forecast.request import ForecastConfig, ForecastRequest
-    from credit_dp.training.data_description import calendar_of_fields
 
-    out = keys["out"] or str(run / FILE_NAMES.get(keys["format"], FILE_NAMES["zarr"]))
-    trained_on = read_metadata("checkpoint", path)["data"]
-    calendar = calendar_of_fields(trained_on["fields"])
-    request = ForecastRequest(**{**keys, "checkpoint": str(path), "out": out}, calendar=calendar)
+    out = keys["out"] or str(run.folder / FILE_NAMES.get(keys["format"], FILE_NAMES["zarr"]))
+    given = {**keys, "checkpoint": str(run.path), "out": out}
+    request = ForecastRequest(**given, calendar=run.calendar)
     has_noise = isinstance(config.model, BlocksConfig) and config.model.noise > 0
     files = open_initial_files(request)
     if files is not None and not request.init:
@@ -202,11 +225,16 @@ def split_arguments(arguments: Sequence[str], program: str) -> tuple[dict[str, A
     from credit_dp.forecast.request import FORECAST_KEYS
 
     keys, others = split_keys(arguments, FORECAST_KEYS)
-    for text in others:
+    check_overrides(others, FORECAST_KEYS, program)
+    return keys, others
+
+
+def check_overrides(texts: Sequence[str], keys: Collection[str], program: str) -> None:
+    """Refuse texts that are no overrides of the run's config, beside the keys of a command."""
+    for text in texts:
         key, equals, _ = text.partition("=")
         if not equals or not (key.startswith(CONFIG_PREFIXES) or key in TOP_LEVEL_KEYS):
             raise UserError(
-                f"{program}: needs keys like {', '.join(FORECAST_KEYS)}, or parallel.NAME and "
-                f"data.NAME, got {text!r}.{did_you_mean(key, FORECAST_KEYS)}"
+                f"{program}: needs keys like {', '.join(keys)}, or parallel.NAME and "
+                f"data.NAME, got {text!r}.{did_you_mean(key, keys)}"
             )
-    return keys, others

@@ -103,6 +103,33 @@ class ScoreRequest:
     regrid: str | None = None
     boundary: int | None = None
 
+    def with_origin(self, settings: Mapping[str, Any], boundary: int, where: str) -> "ScoreRequest":
+        """Return a request with the stores, grid and rim that the forecasts started from.
+
+        These are defaults. The stores have later times as well. Other stores are not regridded.
+
+        Args:
+            settings: of the forecasts, as `credit-dp forecast` writes them.
+            where: the forecasts, for messages.
+
+        Raises:
+            UserError: there is no truth, and the forecasts do not name their stores.
+        """
+        request = self
+        stores = self.truth or tuple(settings.get("stores", ()))
+        if not stores:
+            raise UserError(
+                "truth: needs the store to compare forecasts with, like truth=era5.zarr, because "
+                f"{where} does not say what it started from."
+            )
+        if self.grid is None and not self.truth:
+            request = dataclasses.replace(
+                request, grid=settings.get("grid"), regrid=settings.get("regrid")
+            )
+        if self.boundary is None:
+            request = dataclasses.replace(request, boundary=boundary)
+        return dataclasses.replace(request, truth=stores)
+
 
 @contextmanager
 def translate_error_keys(store: str) -> Iterator[None]:

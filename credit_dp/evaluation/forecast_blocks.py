@@ -13,7 +13,7 @@ is read once for each part of the lead times.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
 from typing import final
 
@@ -76,6 +76,38 @@ def read_blocks(aligned: AlignedForecast, valid: Mask | None) -> Iterator[Block]
 
 
 @final
+class LeadReader:
+    """Reads the blocks of one lead time after another, of forecasts that are not all there yet.
+
+    The truth at the initial time is kept until that of another one is needed.
+    """
+
+    def __init__(self, aligned: AlignedForecast, valid: Mask | None) -> None:
+        self._aligned = aligned
+        self._valid = valid
+        self._groups = group_variables(aligned.truth)
+        self._start: int | None = None
+        self._initial_truth: list[TimeWindow | None] = []
+
+    def read_blocks(self, time: int, lead: int) -> Iterator[Block]:
+        """Yield the blocks of scored times, by their numbers, with all variables."""
+        if time != self._start:
+            self._start, self._initial_truth = time, [None] * len(self._groups)
+        aligned = self._aligned
+        one = replace(
+            aligned,
+            initial_indices=aligned.initial_indices[time : time + 1],
+            lead_indices=aligned.lead_indices[lead : lead + 1],
+        )
+        for number, group in enumerate(self._groups):
+            start = self._initial_truth[number]
+            reader = GroupReader(one, self._valid, group, slice(0, 1), start)
+            self._initial_truth[number] = reader.initial_truth
+            for block in reader.read_blocks():
+                yield replace(block, leads=slice(lead, lead + 1))
+
+
+@final
 class TimeWindow:
     """A sliding window of fields: reads whole chunks and keeps fields until they are dropped.
 
@@ -133,10 +165,19 @@ class TimeWindow:
 
 @final
 class GroupReader:
-    """Reads the blocks of a group of variables at one part of the lead times."""
+    """Reads the blocks of a group of variables at one part of the lead times.
+
+    Args:
+        initial_truth: has the truth at the initial times; None: it is read.
+    """
 
     def __init__(
-        self, aligned: AlignedForecast, valid: Mask | None, group: VariableGroup, leads: slice
+        self,
+        aligned: AlignedForecast,
+        valid: Mask | None,
+        group: VariableGroup,
+        leads: slice,
+        initial_truth: TimeWindow | None = None,
     ) -> None:
         self._aligned = aligned
         self._valid = valid
@@ -151,12 +192,15 @@ class GroupReader:
         self._climatology = TimeWindow(times, chunks, self._read_climatology, self._max_times)
         # With all lead times, initial and valid times overlap and one window serves both. A part
         # of late lead times is far from its initial times: one window would hold all between.
-        if len(self._lead_times) == len(aligned.lead_indices):
+        if initial_truth is not None:
+            self._truth = self._truth_window(times)
+            self.initial_truth = initial_truth
+        elif len(self._lead_times) == len(aligned.lead_indices):
             self._truth = self._truth_window(np.union1d(times, self._initial_times))
-            self._initial_truth = self._truth
+            self.initial_truth = self._truth
         else:
             self._truth = self._truth_window(times)
-            self._initial_truth = self._truth_window(self._initial_times)
+            self.initial_truth = self._truth_window(self._initial_times)
 
     def read_blocks(self) -> Iterator[Block]:
         """Yield the blocks batch by batch of initial times, then variable by variable."""
@@ -181,7 +225,7 @@ class GroupReader:
                 forecast=forecast,
                 truth=self._truth.select(times, within),
                 climatology=self._climatology.select(times, within),
-                start=self._initial_truth.select(start[None], within),
+                start=self.initial_truth.select(start[None], within),
             )
 
     @property
@@ -206,17 +250,17 @@ class GroupReader:
     def _drop_before(self, start: np.datetime64) -> None:
         # Climatology is needed from the first valid time on, the truth from the initial time on.
         self._climatology.drop_before(start + self._lead_times[0])
-        self._initial_truth.drop_before(start)
-        if self._truth is not self._initial_truth:
+        self.initial_truth.drop_before(start)
+        if self._truth is not self.initial_truth:
             self._truth.drop_before(start + self._lead_times[0])
 
     def _load(self, starts: Times) -> None:
         times = np.unique(starts[:, None] + self._lead_times)
-        if self._truth is self._initial_truth:
+        if self._truth is self.initial_truth:
             self._truth.load(np.union1d(times, starts))
         else:
             self._truth.load(times)
-            self._initial_truth.load(starts)
+            self.initial_truth.load(starts)
         self._climatology.load(times)
 
     def _truth_window(self, times: Times) -> TimeWindow:

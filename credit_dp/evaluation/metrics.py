@@ -655,7 +655,7 @@ class ErrorMapAccumulator:
     ) -> None:
         self._lead = lead
         self._hours = hours
-        self._count = 0
+        self._count = np.zeros(())
         start = np.zeros(grid) if rim is None else np.where(rim, np.nan, 0.0)
         self._errors = {channel: start.copy() for channel in channels}
         self._squares = {channel: start.copy() for channel in channels}
@@ -678,6 +678,10 @@ class ErrorMapAccumulator:
                 error = mean - truth[lead, channel - first]
                 self._errors[channel] += error
                 self._squares[channel] += error**2
+
+    def sums(self) -> list[NDArray[np.float64]]:
+        """Return the arrays that `add` adds to."""
+        return [self._count, *self._errors.values(), *self._squares.values()]
 
     def result(self) -> list[ErrorMap]:
         """Return one map per channel."""

@@ -287,6 +287,15 @@ class VariableScores:
             for name, mean in means.items():
                 self._means[region][name][:, time, leads] = mean
 
+    def sums(self) -> list[Tensor]:
+        """Return the tensors that all initial times are added to."""
+        ranks = [] if self._ranks is None else [self._ranks.sums]
+        return [self._spectra.sums, self._spectra.weights, *ranks]
+
+    def means(self) -> list[Tensor]:
+        """Return the means of each initial time, `(sources, times, leads, C)` each."""
+        return [mean for by_name in self._means.values() for mean in by_name.values()]
+
     def result(self, manager: DomainParallelManager) -> "VariableResult":
         """Return the scores; collective."""
         scores = {}
@@ -412,6 +421,26 @@ class Scorer:
         for index, source in enumerate(SOURCES):
             values = climate.score(fields.field(source).numpy(), truth, heavy_from)
             scores.add_seeps(index, leads, torch.from_numpy(values))
+
+    def state(self, done: NDArray[np.bool_]) -> dict[str, NDArray[np.float64]]:
+        """Return all that was added, of which `done`, `(times, leads)`, says what it was."""
+        sums, means = self._arrays()
+        named = {f"sum{number}": array for number, array in enumerate(sums)}
+        return named | {f"mean{number}": array[:, done] for number, array in enumerate(means)}
+
+    def add_state(self, done: NDArray[np.bool_], state: Mapping[str, NDArray[np.float64]]) -> None:
+        """Add what another one has returned as `state`."""
+        sums, means = self._arrays()
+        for number, array in enumerate(sums):
+            array += state[f"sum{number}"]
+        for number, array in enumerate(means):
+            array[:, done] = state[f"mean{number}"]
+
+    def _arrays(self) -> tuple[list[NDArray[np.float64]], list[NDArray[np.float64]]]:
+        scores = [scores for parts in self._scores.values() for _, scores in parts]
+        sums = [tensor.numpy() for each in scores for tensor in each.sums()]
+        means = [tensor.numpy() for each in scores for tensor in each.means()]
+        return [*sums, *self._maps.sums()], means
 
     def result(self, request: ScoreRequest) -> Scorecard:
         """Return the scorecard of all forecasts that were added."""

@@ -77,6 +77,7 @@ from credit_dp.training.transfer import load_valid_mask, load_weights
 KEY = "checkpoint"  # prefix of error messages
 CORRELATION_LENGTH = 0.16  # in earth radii: about 1000 km
 WAVE_COUNT = 256  # waves per perturbation
+STATE = "a state"
 
 Matrix = NDArray[np.float64]
 
@@ -195,17 +196,8 @@ def open_writer(
     """
     request = config.request
     boundary = settings_of_boundary(request, store)
-    fields = written_fields(store, None, request.diagnostic_names(), request.levels_in_hpa())
-    units = {c.variable: store.shown_unit(c.variable) for c in store.channels.output_channels}
-    units |= {name: KNOWN_VARIABLES[name].unit for name in fields.diagnostics}
-    form = ForecastFormat.of(store, fields.channels, units, request)
-    # Differs between checkpoints of the same name, too.
-    identity = fingerprint((Path(request.checkpoint) / METADATA_FILE).read_text())
-    stores = [absolute_address(x) for x in store.config.stores or [store.source.where]]
-    settings = settings_of(config, form, identity, stores)
+    form, settings = form_and_settings(config, store)
     members = store.source.members
-    if members:
-        settings["member"] = members[0]
     if len(members) > 1 and files is None:
         line = f"starts from member {members[0]} of {describe_members(members)}; "
         screen.show(f"{'note':<13}{line}data.member={members[1]} chooses another")
@@ -217,6 +209,28 @@ def open_writer(
         settings |= boundary
         screen.show(f"{'boundary':<13}{describe_boundary(request, boundary)}")
     return ForecastWriter(request.target, request.format, form, settings)
+
+
+def form_and_settings(
+    config: ForecastConfig, store: Store
+) -> tuple[ForecastFormat, dict[str, Any]]:
+    """Return the layout of the fields that are requested, and what their values depend on.
+
+    Raises:
+        UserError: a diagnostic can't be computed.
+    """
+    request = config.request
+    fields = written_fields(store, None, request.diagnostic_names(), request.levels_in_hpa())
+    units = {c.variable: store.shown_unit(c.variable) for c in store.channels.output_channels}
+    units |= {name: KNOWN_VARIABLES[name].unit for name in fields.diagnostics}
+    form = ForecastFormat.of(store, fields.channels, units, request)
+    # Differs between checkpoints of the same name, too.
+    identity = fingerprint((Path(request.checkpoint) / METADATA_FILE).read_text())
+    stores = [absolute_address(x) for x in store.config.stores or [store.source.where]]
+    settings = settings_of(config, form, identity, stores)
+    if store.source.members:
+        settings["member"] = store.source.members[0]
+    return form, settings
 
 
 def build_model(
@@ -531,23 +545,28 @@ def check_times(store: Store, request: ForecastRequest, frames: int) -> None:
     Raises:
         UserError: the store lacks an input state or the forcing of a step.
     """
+    for what, times in needed_times(store, request, frames).items():
+        missing = times[~np.isin(times, store.times)]
+        if missing.size:
+            keys = "init" if what == STATE else "init, lead"
+            text = store.calendar.text
+            raise UserError(
+                f"init: needs {what} at {text(missing.flat[0])}, but {store.source.where} has "
+                f"{text(store.times[0])} to {text(store.times[-1])} in steps of "
+                f"{store.config.step} and lacks this time. Change {keys} or data.store."
+            )
+
+
+def needed_times(store: Store, request: ForecastRequest, frames: int) -> dict[str, Times]:
+    """Return the times that forecasts need of the store, `(initial times, ...)`, by what of it."""
     hours = store.config.step_hours
     times, steps = request.initial_times()[:, None], request.steps(hours)
+    needed: dict[str, Times] = {}
     if not request.init_file:
-        _refuse_missing(store, times + frame_offsets(frames, hours), "a state", "init")
+        needed[STATE] = times + frame_offsets(frames, hours)
     if request.boundary == TRUTH:
-        _refuse_missing(store, times + steps, "the rim")
+        needed["the rim"] = times + steps
     # The last step's forcing is that at its beginning, so that the last valid time is not needed.
     if any(name not in COMPUTED_FORCINGS for name in store.channels.forcing):
-        _refuse_missing(store, times + steps - steps[0], "the forcing")
-
-
-def _refuse_missing(store: Store, times: Times, what: str, keys: str = "init, lead") -> None:
-    missing = times[~np.isin(times, store.times)]
-    if missing.size:
-        text = store.calendar.text
-        raise UserError(
-            f"init: needs {what} at {text(missing.flat[0])}, but {store.source.where} has "
-            f"{text(store.times[0])} to {text(store.times[-1])} in steps of "
-            f"{store.config.step} and lacks this time. Change {keys} or data.store."
-        )
+        needed["the forcing"] = times + steps - steps[0]
+    return needed

@@ -181,7 +181,6 @@ class ForecastRequest:
 FORECAST_KEYS = {x.name: x.default for x in fields(ForecastRequest) if x.name != "calendar"}
 
 
-@final
 @dataclass
 class ForecastConfig(Config):
     """The config of the run that trained the model, with the request for forecasts."""

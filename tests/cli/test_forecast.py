@@ -9,7 +9,7 @@ import pytest
 import xarray as xr
 from omegaconf import OmegaConf
 
-from credit_dp.cli.forecast import forecast_config, split_arguments
+from credit_dp.cli.forecast import TrainedRun, forecast_config, split_arguments
 from credit_dp.training.checkpoint_files import metadata_checksum
 from tests.cli.invocation import answer, assert_refused
 from tests.data import stores
@@ -36,6 +36,12 @@ def refused(monkeypatch, *words: object) -> str:
     assert line.startswith("error: ")
     assert line.count("\n") == 1
     return line.removeprefix("error: ").rstrip()
+
+
+def config_of(*words: str):
+    """The config of the forecasts that words ask for."""
+    keys, overrides = split_arguments(words, "credit-dp forecast")
+    return forecast_config(TrainedRun(keys["checkpoint"], overrides, "credit-dp"), keys)
 
 
 def test_a_forecast_is_in_the_folder_of_the_run(run, monkeypatch):
@@ -202,7 +208,7 @@ def test_a_checkpoint_whose_config_is_of_a_far_larger_model_is_refused(run, tmp_
 
 def test_the_mesh_is_given_and_the_rest_is_the_runs(run):
     words = [f"checkpoint={run}", "init=2000-01-04", "lead=12h", "parallel.domain=2"]
-    config = forecast_config([*words, "parallel.data=3", "device=cpu"], "credit-dp forecast")
+    config = config_of(*words, "parallel.data=3", "device=cpu")
     assert (config.parallel.domain, config.parallel.data, config.data.batch_size) == (2, 3, 3)
     assert config.model.channels == [8, 16]
     assert config.trainer.dtype == "float64"
@@ -214,7 +220,7 @@ def test_the_mesh_is_given_and_the_rest_is_the_runs(run):
 def test_members_of_an_ensemble_need_no_perturbation(run, tmp_path, monkeypatch):
     ensemble = train_ensemble(tmp_path).run.dir
     words = ["init=2000-01-04", "lead=12h", "members=4"]
-    config = forecast_config([f"checkpoint={ensemble}", *words], "credit-dp forecast")
+    config = config_of(f"checkpoint={ensemble}", *words)
     # The loss of other runs is left out; members are refused without theirs.
     assert (config.request.members, config.loss.name, config.trainer.members) == (4, "crps", 3)
     assert "Set perturb, too" in refused(monkeypatch, f"checkpoint={run}", *words)

@@ -21,6 +21,10 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
         return
     import hypothesis
+
+    # The CF checker imports it: after ecCodes, which has another copy of PROJ's C library, the
+    # process would crash at its end.
+    import pyproj  # noqa: F401
     import torch
 
     import tests.plots  # noqa: F401

@@ -81,6 +81,9 @@ missing, tolerance, dates, hours, variables, regions, masked and limits have an 
   variables=[NAME,...]       all variables of the forecast without it
   levels=[500,850]           all levels of the forecast without it
   regions=[tropics,europe]   regions of WeatherBench 2 to score besides the globe
+  events={{NAME:[">1 mm"]}}    events to score: above (>) or below (<) a value, in the unit of the
+                             truth or another, or a quantile of date and place, like ">95%"
+  fss=[100,300]              distances in km of the fractions skill score of events
   boundary=3                 rows and columns at each edge of a region to leave out; without it
                              those that a forecast of `credit-dp forecast` was given
   masked=[NAME,...]          variables that have no values at some points, such as over land
@@ -112,6 +115,8 @@ EVALUATE_KEYS: Mapping[str, Any] = {
     "variables": [],
     "levels": [],
     "regions": [],
+    "events": {},
+    "fss": [],
     "boundary": None,
     "masked": [],
     "limits": {},
@@ -120,7 +125,7 @@ EVALUATE_KEYS: Mapping[str, Any] = {
 # With stations= there are no fields to compare with.
 KEYS_OF_FIELDS = (
     *("truth", "grid", "regrid", "climatology", "climatology_dates"),
-    *("levels", "boundary"),
+    *("levels", "boundary", "events", "fss"),
 )
 KEYS_OF_STATIONS = ("missing", "tolerance")
 # Of the table of stations in the terminal: score, index of the source, heading.
@@ -385,9 +390,26 @@ def build_request(keys: Mapping[str, Any]) -> "ScoreRequest":
         masked=to_texts("masked", keys["masked"]),
         limits=keys["limits"],
         regions=regions,
+        events=keys["events"],
+        fss=to_distances(keys["fss"], keys["events"]),
         boundary=keys["boundary"],
         **dates,
     )
+
+
+def to_distances(distances: Sequence[Any], events: Mapping[str, Any]) -> tuple[float, ...]:
+    """Return the distances of the key `fss`.
+
+    Raises:
+        UserError: one is no number above 0, or there are no events.
+    """
+    for distance in distances:
+        if isinstance(distance, bool) or not isinstance(distance, int | float) or distance <= 0:
+            raise UserError(f"fss: needs distances in km above 0, like [100,300], got {distance}.")
+    checks.no_repeats("fss", distances)
+    if distances and not events:
+        raise UserError("fss: has an effect on events= only. Leave it out, or give events=.")
+    return tuple(map(float, distances))
 
 
 def parse_tolerance(text: str) -> "np.timedelta64 | None":

@@ -84,6 +84,8 @@ class ScoreRequest:
             on land.
         limits: `[low, high]` of a variable's values, or None for no limits; see `DataConfig`.
         boundary: rows and columns at each edge of a region that are not scored.
+        events: of variables, see `events.parse_events`.
+        fss: distances of the fractions skill score of events, in km.
         regions: names in `credit_dp.data.grid.REGIONS` to score as well; the globe is always.
     """
 
@@ -99,6 +101,8 @@ class ScoreRequest:
     masked: tuple[str, ...] = ()
     limits: Mapping[str, Any] = field(default_factory=dict)
     regions: tuple[str, ...] = ()
+    events: Mapping[str, Any] = field(default_factory=dict)
+    fss: tuple[float, ...] = ()
     grid: str | None = None
     regrid: str | None = None
     boundary: int | None = None

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from credit_dp.data.cache import ProgressCallback
+from credit_dp.data.calendar import Times
 from credit_dp.data.channels import Channel
 from credit_dp.data.grid import GLOBAL, REGIONS, FieldArray, check_regions
 from credit_dp.data.sources.address import redact_secrets
@@ -30,6 +31,15 @@ from credit_dp.evaluation.alignment import (
     ScoreRequest,
     align,
     translate_error_keys,
+)
+from credit_dp.evaluation.events import SOURCES as EVENT_SOURCES
+from credit_dp.evaluation.events import (
+    Event,
+    EventResult,
+    Neighbourhoods,
+    Quantiles,
+    open_quantiles,
+    parse_events,
 )
 from credit_dp.evaluation.forecast_blocks import Block, read_blocks, variable_slices
 from credit_dp.evaluation.forecast_store import ForecastStore
@@ -53,11 +63,13 @@ from credit_dp.evaluation.metrics import (
     REGION_BAND,
     AreaMean,
     ErrorMapAccumulator,
+    Index,
     PowerSpectra,
     RankHistogram,
     RegionSpectra,
     ZonalSpectra,
     region_wavelength,
+    weighted_sums,
 )
 from credit_dp.evaluation.scorecard import Array, Scorecard, headline_indices
 from credit_dp.evaluation.seeps import SeepsClimate, open_seeps
@@ -312,6 +324,114 @@ def empty_means(sources: int, sizes: tuple[int, int, int]) -> Tensor:
 
 
 @final
+class EventCounts:
+    """Counts the events of the C levels of a variable, by how many members forecast them.
+
+    Args:
+        sizes: number of lead times and of channels.
+        valid: points with values, `(C, H, W)`; None: all points have values.
+        quantiles: of each channel, by the index of an event with one.
+        neighbourhoods: of the fractions skill score, by distance in km.
+    """
+
+    def __init__(
+        self,
+        events: Sequence[Event],
+        sizes: tuple[int, int],
+        members: int,
+        regions: Mapping[str, RegionPoints],
+        valid: Tensor | None,
+        quantiles: Mapping[int, Sequence[Quantiles]],
+        neighbourhoods: Mapping[float, Neighbourhoods],
+    ) -> None:
+        self._events = events
+        self._members = members
+        self._regions = regions
+        self._valid = valid
+        self._quantiles = quantiles
+        self._neighbourhoods = neighbourhoods
+        counts = (len(events), len(EVENT_SOURCES), *sizes, members + 1, 2)
+        fractions = (len(events), len(neighbourhoods), len(EVENT_SOURCES), *sizes, 2)
+        self._counts = {name: torch.zeros(counts, dtype=torch.float64) for name in regions}
+        self._fractions = {name: torch.zeros(fractions, dtype=torch.float64) for name in regions}
+
+    def sums(self) -> list[Tensor]:
+        """Return the tensors that all initial times are added to."""
+        return [*self._counts.values(), *self._fractions.values()]
+
+    def add(self, leads: slice, channels: slice, fields: StoredFields, times: Times) -> None:
+        """Add the forecasts from one initial time, at some lead times.
+
+        Args:
+            channels: among those of the variable.
+            times: valid times, `(leads,)`.
+        """
+        for number, event in enumerate(self._events):
+            threshold: Tensor | float = event.value
+            if number in self._quantiles:
+                by_channel = [x.at(times) for x in self._quantiles[number][channels]]
+                threshold = torch.from_numpy(np.stack(by_channel, axis=1))
+            observed = event.occurs(fields.field(TRUTH), threshold)
+            near = {km: x.mean(observed, channels) for km, x in self._neighbourhoods.items()}
+            for source, name in enumerate(EVENT_SOURCES):
+                members = event.occurs(fields.members(name)[0], threshold)
+                count = members.sum(dim=0) * self._members // len(members)
+                index = (number, source, leads, channels)
+                self._add_counts(index, count, observed)
+                for distance, (km, truth) in enumerate(near.items()):
+                    share = count.double() / self._members
+                    forecast = self._neighbourhoods[km].mean(share, channels)
+                    errors = (forecast - truth).square(), forecast.square() + truth.square()
+                    for kind, values in enumerate(errors):
+                        at = (number, distance, source, leads, channels, kind)
+                        self._add_fractions(at, values)
+
+    def _add_counts(self, index: Index, count: Tensor, observed: Tensor) -> None:
+        """Add weights of `(leads, C, H, W)` by number of members and by what was observed."""
+        leads, channels = count.shape[:2]
+        kinds = 2 * (self._members + 1)
+        place = torch.arange(leads * channels).reshape(leads, channels, 1, 1)
+        cells = place * kinds + 2 * count + observed
+        for name, region in self._regions.items():
+            selected = region.select(cells)
+            weights = region.weights.reshape(len(region.weights), -1).expand(selected.shape)
+            if self._valid is not None:
+                weights = weights * region.select(self._valid[index[-1]])
+            sums = torch.bincount(
+                selected.flatten(), weights.flatten(), minlength=leads * channels * kinds
+            )
+            shape = (leads, channels, self._members + 1, 2)
+            self._counts[name][index] += sums.reshape(shape)
+
+    def _add_fractions(self, index: Index, values: Tensor) -> None:
+        if self._valid is not None:
+            values = torch.where(self._valid[index[-2]], values, 0)
+        for name, region in self._regions.items():
+            self._fractions[name][index] += weighted_sums(
+                region.select(values), region.weights, None
+            )
+
+    def result(self, channels: Sequence[Channel]) -> list[EventResult]:
+        """Return the counts of each channel and event."""
+        return [
+            EventResult(
+                channel,
+                event.text,
+                {name: x[number, :, :, c].numpy() for name, x in self._counts.items()},
+                {
+                    name: {
+                        km: x[number, distance, :, :, c].numpy()
+                        for distance, km in enumerate(self._neighbourhoods)
+                    }
+                    for name, x in self._fractions.items()
+                },
+            )
+            for c, channel in enumerate(channels)
+            for number, event in enumerate(self._events)
+        ]
+
+
+@final
 @dataclass(frozen=True)
 class VariableResult:
     """All scores of C channels.
@@ -348,6 +468,7 @@ class Scorer:
             self.valid = truth.scored_mask(slice(0, truth.grid[0]))
         leads = len(aligned.lead_indices)
         self._times = aligned.forecast.initial_times[aligned.initial_indices]
+        self._lead_times = aligned.forecast.lead_times[aligned.lead_indices]
         check_regions(request.regions)
         names = dict.fromkeys([GLOBAL, *request.regions])
         regions = {name: RegionPoints.of(name, truth) for name in names}
@@ -367,6 +488,7 @@ class Scorer:
                 scores = VariableScores(sizes, members, truth, regions, points, seeps_points)
                 within = slice(part.start - span.start, part.stop - span.start)
                 self._scores[name].append((within, scores))
+        self._events = self._open_events(request, regions, report)
         hours = np.array(aligned.hours)
         lead = int(np.abs(hours - MAP_HOURS).argmin())
         shown = headline_indices(channels)[:MAP_COUNT]
@@ -388,6 +510,35 @@ class Scorer:
         valid = True if self.valid is None else self.valid[span.start]
         return torch.from_numpy(climate.scored & valid)
 
+    def _open_events(
+        self, request: ScoreRequest, regions: Mapping[str, RegionPoints], report: ProgressCallback
+    ) -> dict[str, EventCounts]:
+        truth = self._aligned.truth
+        channels = truth.channels.output_channels
+        spans = variable_slices(channels)
+        units = {name: truth.shown_unit(name) for name in spans}
+        valid_times = np.unique(self._times[:, None] + self._lead_times)
+        counts = {}
+        for name, events in parse_events(request.events, units).items():
+            span = spans[name]
+            with translate_error_keys("truth"):
+                quantiles = {
+                    number: [
+                        open_quantiles(
+                            truth, channel, event.value, valid_times, request.cache, report
+                        )
+                        for channel in channels[span]
+                    ]
+                    for number, event in enumerate(events)
+                    if event.is_quantile
+                }
+            valid = None if self.valid is None else torch.from_numpy(self.valid[span])
+            near = {km: Neighbourhoods(truth.grid, km, valid) for km in request.fss}
+            sizes = (len(self._aligned.lead_indices), span.stop - span.start)
+            members = self._aligned.forecast.members
+            counts[name] = EventCounts(events, sizes, members, regions, valid, quantiles, near)
+        return counts
+
     def add(self, block: Block) -> None:
         """Add the forecasts of a block, a few lead times and channels at a time."""
         time = int(np.searchsorted(self._times, block.initial_time))
@@ -407,6 +558,9 @@ class Scorer:
                 scores.add(scored, fields)
                 if block.variable in self._seeps:
                     self._add_seeps(block, scored, scores, fields)
+                if block.variable in self._events:
+                    times = block.initial_time + self._lead_times[scored]
+                    self._events[block.variable].add(scored, channels, fields, times)
                 # A block has one initial time, so that these lead times are complete.
                 scores.end_initial_time(time, scored, self._manager)
         self._maps.add(block.leads, block.channels.start, block.forecast, block.truth)
@@ -415,8 +569,7 @@ class Scorer:
         self, block: Block, leads: slice, scores: VariableScores, fields: StoredFields
     ) -> None:
         climate = self._seeps[block.variable]
-        lead_times = self._aligned.forecast.lead_times[self._aligned.lead_indices[leads]]
-        heavy_from = climate.heavy_from(block.initial_time + lead_times)[:, None]
+        heavy_from = climate.heavy_from(block.initial_time + self._lead_times[leads])[:, None]
         truth = fields.field(TRUTH).numpy()
         for index, source in enumerate(SOURCES):
             values = climate.score(fields.field(source).numpy(), truth, heavy_from)
@@ -440,6 +593,7 @@ class Scorer:
         scores = [scores for parts in self._scores.values() for _, scores in parts]
         sums = [tensor.numpy() for each in scores for tensor in each.sums()]
         means = [tensor.numpy() for each in scores for tensor in each.means()]
+        sums += [tensor.numpy() for each in self._events.values() for tensor in each.sums()]
         return [*sums, *self._maps.sums()], means
 
     def result(self, request: ScoreRequest) -> Scorecard:
@@ -484,6 +638,11 @@ class Scorer:
             means=means,
             calendar=aligned.forecast.calendar,
             rank_histograms=torch.cat(ranks, dim=1).numpy() if ranks else None,
+            events=tuple(
+                result
+                for name, counts in self._events.items()
+                for result in counts.result(channels[variable_slices(channels)[name]])
+            ),
             boundary=truth.config.boundary,
             wavelength=wavelength,
         )

@@ -11,16 +11,25 @@ import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple, final
+from typing import Any, NamedTuple, final
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from credit_dp.data.grid import GLOBAL
 from credit_dp.data.sampling import evenly_spaced_indices
 from credit_dp.errors import UserError
 from credit_dp.evaluation.drawing import draw_or_warn
-from credit_dp.evaluation.figure_style import REFERENCE, figure_style, superscript, with_unit
+from credit_dp.evaluation.events import SOURCES as EVENT_SOURCES
+from credit_dp.evaluation.events import EventResult, event_score
+from credit_dp.evaluation.figure_style import (
+    REFERENCE,
+    figure_style,
+    series_colour,
+    superscript,
+    with_unit,
+)
 from credit_dp.evaluation.map_plots import draw_error_maps
 from credit_dp.evaluation.metric_table import (
     BASELINES,
@@ -169,6 +178,7 @@ def scorecard_page(card: Scorecard) -> str:
         ],
         ensemble=ensemble,
         ranks=draw_or_warn("rank histograms", rank_histogram_image, card) if ensemble else None,
+        events=[event_section(card, result) for result in card.events],
         regions={region: region_tables(card, region) for region in card.regions},
     )
 
@@ -280,6 +290,90 @@ def score_cells(metric: Metric, values: Array) -> list[ScoreCell]:
     ]
 
 
+class EventSection(NamedTuple):
+    """An event: curves of its scores, its reliability diagram, and a table of the scores.
+
+    Attributes:
+        image, reliability: `data:` URIs; None if they could not be drawn, or without an ensemble.
+        sources: of the columns of each lead time.
+        rows: label and explanation of each score, and its cells.
+    """
+
+    title: str
+    image: str | None
+    reliability: str | None
+    hours: list[int]
+    sources: tuple[str, ...]
+    rows: list[tuple[str, str, list[ScoreCell]]]
+
+
+def event_section(card: Scorecard, result: EventResult) -> EventSection:
+    """Return the section of an event of one channel over the globe."""
+    title = f"{result.channel.name.replace('_', ' ')} {result.event}"
+    leads = table_lead_indices(card.hours)
+    rows = []
+    for name, values in result.scores(GLOBAL).items():
+        score = event_score(name)
+        cells = [cell for lead in leads for cell in event_cells(score.better, values[:, lead])]
+        rows.append((score.label, score.explanation, cells))
+    return EventSection(
+        title,
+        draw_or_warn(f"scores of {title}", event_image, card, result),
+        draw_or_warn(f"reliability of {title}", reliability_image, card, result)
+        if result.members > 1
+        else None,
+        [card.hours[lead] for lead in leads],
+        EVENT_SOURCES,
+        rows,
+    )
+
+
+def event_cells(better: Better, values: Array) -> list[ScoreCell]:
+    """Return the cells of one lead time, of which the better source is marked."""
+    best = better.best_source(values)
+    return [
+        ScoreCell(source, three_digits(value) if np.isfinite(value) else "-", s == best)
+        for s, (source, value) in enumerate(zip(EVENT_SOURCES, values.tolist(), strict=True))
+    ]
+
+
+@figure_style()
+def event_image(card: Scorecard, result: EventResult) -> str:
+    """Return curves of the scores of an event by lead time, a panel each, as `data:` URI."""
+    scores = result.scores(GLOBAL)
+    figure, panels = create_panels(len(scores))
+    for axes, (name, values) in zip(panels, scores.items(), strict=True):
+        score = event_score(name)
+        by_source = dict(zip(EVENT_SOURCES, values, strict=True))
+        draw_scores(axes, card.hours, by_source, score.label, score.label)
+        if score.better is Better.CLOSER_TO_ONE:
+            mark_ideal(axes, score.better)
+    add_legend(figure, panels)
+    return figure_data_uri(figure, "svg")
+
+
+@figure_style()
+def reliability_image(card: Scorecard, result: EventResult) -> str:
+    """Return the reliability diagram of an event at some lead times, as `data:` URI."""
+    figure, (axes, shares) = create_panels(2)
+    axes.plot([0, 1], [0, 1], color=REFERENCE, linewidth=0.8)
+    for number, lead in enumerate(shown_leads(card)):
+        probability, share, frequency = result.reliability(lead)
+        style: dict[str, Any] = {"color": series_colour(number), "marker": "o", "markersize": 3}
+        label = f"{card.hours[lead]} h"
+        axes.plot(probability, frequency, label=label, **style)
+        shares.plot(probability, np.where(share > 0, share, np.nan), **style)
+    axes.set_title("reliability")
+    axes.set_ylabel("observed frequency")
+    shares.set_title("how often it is forecast")
+    shares.set_ylabel("share of forecasts")
+    shares.set_yscale("log")
+    for each in (axes, shares):
+        each.set_xlabel("forecast probability")
+    add_legend(figure, [axes])
+    return figure_data_uri(figure, "svg")
+
+
 class SpectraSection(NamedTuple):
     """The spectra of a latitude band, or of a region.
 
@@ -367,6 +461,10 @@ class ScoreFolder:
         }
         if has_spectra(card.grid.cells):
             files["spectra.csv"] = card.spectra_csv()
+        if card.events:
+            files["events.csv"] = card.events_csv()
+            if card.members > 1:
+                files["reliability.csv"] = card.reliability_csv()
         if card.rank_histograms is not None:
             files["rank_histograms.csv"] = card.rank_histograms_csv()
         self.write_files(files)

@@ -21,6 +21,8 @@ from credit_dp.data.calendar import STANDARD, Calendar, Times
 from credit_dp.data.channels import Channel
 from credit_dp.data.grid import GLOBAL
 from credit_dp.errors import UserError, counted
+from credit_dp.evaluation.events import SOURCES as EVENT_SOURCES
+from credit_dp.evaluation.events import EventResult
 from credit_dp.evaluation.maps import MapGrid
 from credit_dp.evaluation.metric_table import (
     CLIMATOLOGY,
@@ -168,7 +170,7 @@ class HeldOutScores:
         rows = [
             (
                 *(self.channels[c], METRICS[name].unit(self.units[c]), self.hours[lead], name),
-                *(name_in_runs(source), repr(value) if math.isfinite(value) else ""),
+                *(name_in_runs(source), csv_number(value)),
             )
             for c, lead, name, source, value in iter_scores(self.scores)
         ]
@@ -244,6 +246,9 @@ def three_digits(value: float) -> str:
 
 
 RANK_COLUMNS = ("variable", "level", "lead_hours", "rank", "frequency")
+EVENT = ("variable", "level", "event", "lead_hours")
+EVENT_COLUMNS = (*EVENT, "score", "of", "value", "region")
+RELIABILITY_COLUMNS = (*EVENT, "probability", "share", "frequency")
 CSV_COLUMNS = ("variable", "level", "unit", "lead_hours", "score", "of", "value", "region")
 # Source: Rasp et al. 2024, "WeatherBench 2", headline scores.
 HEADLINE_CHANNELS = (
@@ -289,6 +294,7 @@ class Scorecard:
         times, calendar: the initial times as numbers of their calendar.
         means: what each initial time has to the scores of the globe and of each region, before
             any root: by region and name, `(sources, times, leads, C)`.
+        events: the counts of each event and channel.
         boundary: rows and columns at each edge of a region that are not scored.
         wavelength: of wavenumber 1 in the spectra of a region, in metres; None of others.
     """
@@ -311,6 +317,7 @@ class Scorecard:
     times: Times | None = None
     calendar: Calendar = STANDARD
     means: Mapping[str, Mapping[str, Array]] = field(default_factory=dict)
+    events: tuple[EventResult, ...] = ()
     boundary: int = 0
     wavelength: float | None = None
 
@@ -346,7 +353,7 @@ class Scorecard:
         for region, scores in {GLOBAL: self.scores, **self.regions}.items():
             for c, lead, name, source, value in iter_scores(scores, self.channels):
                 unit = METRICS[name].unit(self.units[c])
-                number = repr(value) if math.isfinite(value) else ""
+                number = csv_number(value)
                 variable = name_and_level(self.channels[c])
                 rows.append((*variable, unit, self.hours[lead], name, source, number, region))
         return csv_text(CSV_COLUMNS, rows)
@@ -397,7 +404,7 @@ class Scorecard:
             for lead, hours in enumerate(self.hours):
                 for band, name in enumerate(self.bands):
                     for k, pair in enumerate(self.spectra[:, lead, c, band].T.tolist()):
-                        cells = [repr(x) if math.isfinite(x) else "" for x in pair]
+                        cells = [*map(csv_number, pair)]
                         if self.wavelength is not None:
                             cells.insert(0, repr(self.wavelength / 1000 / k) if k else "")
                         yield (*name_and_level(channel), hours, name, k, *cells)
@@ -412,6 +419,36 @@ class Scorecard:
                 for rank, frequency in enumerate(frequencies.tolist()):
                     rows.append((*name_and_level(channel), hours, rank, repr(frequency)))
         return csv_text(RANK_COLUMNS, rows)
+
+    def events_csv(self) -> str:
+        """Return the scores of events as CSV, a line for each; undefined values are empty."""
+        rows = [
+            (*name_and_level(result.channel), result.event, hours, name, source, cell, region)
+            for result in self.events
+            for region in result.counts
+            for name, scores in result.scores(region).items()
+            for source, values in zip(EVENT_SOURCES, scores.tolist(), strict=True)
+            for hours, cell in zip(self.hours, map(csv_number, values), strict=True)
+        ]
+        return csv_text(EVENT_COLUMNS, rows)
+
+    def reliability_csv(self) -> str:
+        """Return how often each probability was forecast, and how often its event occurred.
+
+        A line for each number of members of which the event was forecast, over the globe.
+        """
+        rows = [
+            (*name_and_level(result.channel), result.event, hours, *map(csv_number, numbers))
+            for result in self.events
+            for lead, hours in enumerate(self.hours)
+            for numbers in np.stack(result.reliability(lead), axis=1).tolist()
+        ]
+        return csv_text(RELIABILITY_COLUMNS, rows)
+
+
+def csv_number(value: float) -> str:
+    """Return a number for CSV; an undefined one is empty."""
+    return repr(value) if math.isfinite(value) else ""
 
 
 def name_and_level(channel: Channel) -> tuple[str, int | str]:

@@ -26,8 +26,6 @@ from tests.training.masked_stores import RAIN, sea_config
 pytestmark = [
     # Ranks are threads here.
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
-    # The checker imports pyproj, which says so where ecCodes was loaded before it.
-    pytest.mark.filterwarnings("ignore:pyproj unable to set PROJ database path"),
 ]
 # Complaints about the form of WeatherBench 2, which the conventions allow.
 ALLOWED = (

@@ -26,6 +26,8 @@ from tests.ranks import on_threads
 
 ENSEMBLE = {"members": 3, "perturb": 0.1, "init": "2000-01-04/2000-01-05/12h", "lead": "18h"}
 
+EVENTS = {"2m_temperature": [">280", "<275"]}
+
 
 @pytest.fixture(scope="module")
 def noisy(tmp_path_factory: pytest.TempPathFactory) -> Config:
@@ -39,7 +41,7 @@ def scored_config(config: Config, out: Path, **changes: Any) -> ScoredForecastCo
     values = {field.name: getattr(asked, field.name) for field in fields(asked)}
     truth = tuple(config.data.stores)
     request = ScoreRequest(
-        "run", truth, str(out.parent / "cache"), hours=(6, 18), regions=("tropics",)
+        "run", truth, str(out.parent / "cache"), hours=(6, 18), regions=("tropics",), events=EVENTS
     )
     return ScoredForecastConfig(**values, score=request)
 
@@ -60,6 +62,8 @@ def assert_same(found: Scorecard, expected: Scorecard) -> None:
         np.testing.assert_allclose(found.scores[name], values, rtol=1e-6, atol=1e-9)
     np.testing.assert_allclose(found.spectra, expected.spectra, rtol=1e-6)
     np.testing.assert_allclose(found.rank_histograms, expected.rank_histograms, atol=1e-4)
+    for event, same in zip(found.events, expected.events, strict=True):
+        np.testing.assert_allclose(event.counts["tropics"], same.counts["tropics"], rtol=1e-3)
     for one, other in zip(found.maps, expected.maps, strict=True):
         np.testing.assert_allclose(one.rmse, other.rmse, rtol=1e-5, atol=1e-9)
 

@@ -1,4 +1,4 @@
-"""`credit-dp forecast plot FORECAST KEY=VALUE ...`: a map of a forecast, or an animation."""
+"""`credit-dp forecast plot FORECAST KEY=VALUE ...`: a map, an animation, or a series at a place."""
 
 import sys
 from collections.abc import Mapping, Sequence
@@ -8,16 +8,18 @@ from typing import TYPE_CHECKING, Any
 
 from credit_dp import checks
 from credit_dp.checks import did_you_mean
-from credit_dp.cli.arguments import common_parser, parse_arguments, parse_list, split_keys
+from credit_dp.cli.arguments import common_parser, parse_arguments, parse_list, split_keys, to_texts
 from credit_dp.cli.output import print_lines
 from credit_dp.errors import UserError
 
 if TYPE_CHECKING:
     from credit_dp.evaluation.forecast_maps import ChartRequest
+    from credit_dp.evaluation.forecast_series import SeriesRequest
     from credit_dp.evaluation.forecast_store import ForecastStore
 
 PLOT_HELP = """\
-{program} FORECAST KEY=VALUE ...: draws a map of a forecast, or an animation of all lead times.
+{program} FORECAST KEY=VALUE ...: draws a map of a forecast, an animation of all lead times, or a
+series at a place.
 
 FORECAST is what `credit-dp forecast` writes (zarr, netCDF, a folder of netCDF files, or GRIB), or
 another forecast in the form of WeatherBench 2, also at a public address.
@@ -32,8 +34,14 @@ another forecast in the form of WeatherBench 2, also at a public address.
   contours=8        lines of equal values, so far apart, in the unit of the map; true: at round
                     values, as by default for geopotential and pressure; false: none
   edges=4           the edges between the bands of 4 ranks
-  out=MAP.png       or .gif; by default beside the forecast, with a name such as
+  out=MAP.png       or .svg or .gif; by default beside the forecast, with a name such as
                     forecast-geopotential-500-48h.png
+
+  place=[46.9,7.4]  latitude and longitude in degrees: instead of a map a series over all lead
+                    times, interpolated bilinearly to this place. Of the other keys it has
+                    variable, also [A,B,...], level, init and out. Of an ensemble it shows the
+                    median in front of each member, or, of 10 or more, of the bands from lowest to
+                    highest, from 10 to 90 % and from 25 to 75 %.
 
 Geopotential is drawn as height in dam, temperature in degrees Celsius, pressure in hPa.
 
@@ -53,7 +61,10 @@ PLOT_KEYS: Mapping[str, Any] = {
     "contours": "",
     "edges": 0,
     "out": "",
+    "place": "",
 }
+SERIES_KEYS = ("variable", "level", "init", "out", "place")
+SUFFIXES = (".png", ".svg", ".gif")
 ALL = "all"
 
 
@@ -77,10 +88,21 @@ def plot(arguments: Sequence[str], program: str) -> int:
             )
     if len(others) != 1:
         raise UserError(f"{program}: needs the path of one forecast, got {len(others)}.")
-    request = read_request(keys)
     out = Path(checks.expand_home("out", keys["out"])) if keys["out"] else None
-    if out is not None and out.suffix not in (".png", ".gif"):
-        raise UserError(f"out: needs a name that ends in .png or .gif, got {keys['out']}")
+    suffixes = SUFFIXES[:2] if keys["place"] else SUFFIXES
+    if out is not None and out.suffix not in suffixes:
+        raise UserError(
+            f"out: needs a name that ends in {' or '.join(suffixes)}, got {keys['out']}"
+        )
+    if keys["place"]:
+        for text in args.overrides:
+            key, equals, _ = text.partition("=")
+            if equals and key in PLOT_KEYS and key not in SERIES_KEYS:
+                raise UserError(
+                    f"{key}: belongs to maps, and place draws a series. Leave out one of them."
+                )
+        return plot_series(others[0], keys, out)
+    request = read_request(keys)
     is_gif = keys["lead"] == ALL if out is None else out.suffix == ".gif"
     if keys["lead"] == ALL and not is_gif:
         raise UserError(f"out: lead=all needs a name that ends in .gif, got {keys['out']}")
@@ -92,11 +114,52 @@ def plot(arguments: Sequence[str], program: str) -> int:
     from credit_dp.evaluation.forecast_maps import draw_forecast, usual_name
 
     if out is None:
-        folder = Path() if "://" in others[0] else checks.expand_home("path", others[0]).parent
-        out = folder / usual_name(others[0], store, request, ".gif" if is_gif else ".png")
+        name = usual_name(others[0], store, request, ".gif" if is_gif else ".png")
+        out = folder_of(others[0]) / name
     count = draw_forecast(store, planet, request, out)
     print_lines(f"{out}" + (f" ({count} lead times)" if is_gif else ""))
     return 0
+
+
+def plot_series(where: str, keys: Mapping[str, Any], out: Path | None) -> int:
+    """Draw a forecast at a place; return the exit code."""
+    from credit_dp.evaluation.forecast_series import draw_series, usual_series_name
+
+    request = read_series_request(keys)
+    store, _ = open_forecast(where)
+    if out is None:
+        out = folder_of(where) / usual_series_name(where, store, request)
+    draw_series(store, request, out)
+    print_lines(str(out))
+    return 0
+
+
+def folder_of(where: str) -> Path:
+    """Return the folder of a forecast; the current one for an address."""
+    return Path() if "://" in where else Path(checks.expand_home("path", where)).parent
+
+
+def read_series_request(keys: Mapping[str, Any]) -> "SeriesRequest":
+    """Return what the keys say about a series.
+
+    Raises:
+        UserError: a value is wrong.
+    """
+    from credit_dp.evaluation.forecast_series import SeriesRequest
+
+    try:
+        latitude, longitude = (float(x) for x in parse_list("place", keys["place"]))
+        is_on_earth = abs(latitude) <= 90 and abs(longitude) <= 360
+    except (TypeError, ValueError):
+        is_on_earth = False
+    if not is_on_earth:
+        raise UserError(
+            f"place: needs [latitude,longitude] in degrees, like [46.9,7.4], got {keys['place']!r}"
+        )
+    names = parse_list("variable", keys["variable"]) if keys["variable"] else []
+    level = _whole_number("level", keys["level"])
+    place = latitude, longitude
+    return SeriesRequest(place, to_texts("variable", names), level, keys["init"])
 
 
 def read_request(keys: Mapping[str, Any]) -> "ChartRequest":

@@ -111,6 +111,11 @@ def longitude_label(degrees: float) -> str:
 
 def escape_mathtext(text: str) -> str:
     """Escape dollar signs, between which matplotlib would read a formula."""
+def place_label(latitude: float, longitude: float) -> str:
+    """Return a place as text: 46.9°N, 7.4°E."""
+    return f"{latitude_label(latitude)}, {longitude_label(longitude)}"
+
+
     return text.replace("$", r"\$")
 
 

@@ -1,9 +1,10 @@
-"""Draw the fields of a stored forecast: one as a PNG, or all lead times as an animated GIF.
+"""Draw the fields of a stored forecast: one as a picture, or all lead times as an animated GIF.
 
 `draw_forecast` reads one field at a time. Matplotlib's animation is imported only for a GIF.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import final
@@ -77,33 +78,54 @@ class ChartRequest:
 
 @figure_style()
 def draw_forecast(store: ForecastStore, planet: str, request: ChartRequest, path: Path) -> int:
-    """Write one lead time as PNG, or, for the suffix `.gif`, those of the request; return how many.
+    """Write one lead time as PNG or SVG, or those of the request as GIF; return how many.
+
+    The suffix of the path says which.
 
     Raises:
         UserError: the request does not fit the forecast, or the file can't be written.
     """
     chart = Chart(store, planet, request)
-    try:
-        if path.suffix == ".gif":
-            from matplotlib.animation import PillowWriter  # imports much that one map doesn't need
+    if path.suffix != ".gif":
+        chart.draw(chart.leads[0])
+        save_picture(chart.figure, path)
+        return len(chart.leads)
+    from matplotlib.animation import PillowWriter  # imports much that one map doesn't need
 
-            # Pillow finds the format from the suffix.
-            with atomic_path(path, path.with_name(f".{path.stem}.partial.gif")) as temporary:
-                writer = PillowWriter(fps=FRAMES_PER_SECOND)
-                with writer.saving(chart.figure, str(temporary), None):  # in its own resolution
-                    for lead in chart.leads:
-                        chart.draw(lead)
-                        writer.grab_frame()
-        else:
-            chart.draw(chart.leads[0])
-            with atomic_path(path) as temporary:
-                chart.figure.savefig(temporary, format="png")
+    # Pillow finds the format from the suffix.
+    temporary_name = path.with_name(f".{path.stem}.partial.gif")
+    with translate_write_errors(path), atomic_path(path, temporary_name) as temporary:
+        writer = PillowWriter(fps=FRAMES_PER_SECOND)
+        with writer.saving(chart.figure, str(temporary), None):  # in its own resolution
+            for lead in chart.leads:
+                chart.draw(lead)
+                writer.grab_frame()
+    return len(chart.leads)
+
+
+def save_picture(figure: Figure, path: Path) -> None:
+    """Write a figure as PNG or SVG, by the suffix of the path.
+
+    Raises:
+        UserError: the file can't be written.
+    """
+    image_format = path.suffix[1:]
+    # Without a date the same figure gives the same bytes.
+    metadata = {"Date": None} if image_format == "svg" else {}
+    with translate_write_errors(path), atomic_path(path) as temporary:
+        figure.savefig(temporary, format=image_format, metadata=metadata)
+
+
+@contextmanager
+def translate_write_errors(path: Path) -> Iterator[None]:
+    """Turn an error of the operating system into one that names the key to change."""
+    try:
+        yield
     except OSError as error:
         raise UserError(
-            f"{path}: the map could not be written ({error.strerror or error}). Free space there "
-            "or change out."
+            f"{path}: the picture could not be written ({error.strerror or error}). Free space "
+            "there or change out."
         ) from error
-    return len(chart.leads)
 
 
 @final

@@ -283,6 +283,24 @@ class ForecastStore:
         other, turn = self._turns[name]
         return np.asarray(turn(fields, self._read(other, levels, inits, leads, member)), np.float32)
 
+    def read_at(
+        self, name: str, level: int | None, init: int, latitude: float, longitude: float
+    ) -> NDArray[np.float32]:
+        """Interpolate a variable bilinearly to a point, for all lead times and members: `(L, M)`.
+
+        Of each field only the rows around the point are kept in memory.
+
+        Raises:
+            UserError: a field can't be read, or, without a key, the store does not cover the point.
+        """
+        point = np.array([latitude]), np.array([longitude])
+        interpolation = PointInterpolation(self.stored_grid, *point, projected=True)
+        first, leads = np.array([init]), np.arange(len(self.lead_times))
+        rows = interpolation.source_rows(slice(None))
+        levels = () if level is None else (level,)
+        bands = self._read(name, levels, first, leads, rows=rows)
+        return np.asarray(interpolation(bands, slice(None))[0, :, :, 0, 0], np.float32)
+
     def _read(
         self,
         name: str,
@@ -290,6 +308,7 @@ class ForecastStore:
         inits: Indices,
         leads: Indices,
         member: int | None = None,
+        rows: slice | None = None,
     ) -> NDArray[np.float32]:
         array = self._dataset[name].variable
         # Slices where possible: zarr reads them faster than lists of indices.
@@ -299,6 +318,10 @@ class ForecastStore:
         if "level" in array.dims:
             present = self.variables[name].levels
             selection["level"] = as_slice(np.array([present.index(level) for level in levels]))
+        if rows is not None:
+            height = array.sizes["latitude"]
+            stored = slice(height - rows.stop, height - rows.start) if self._flipped else rows
+            selection["latitude"] = stored
         try:
             values = array.isel(selection).values
         except MemoryError:
@@ -306,11 +329,11 @@ class ForecastStore:
         except Exception as error:  # of zarr, codecs, netCDF, HDF5 or the network
             # Read the fields one by one: finds the damaged one, or succeeds if the error passed.
             if len(inits) * len(leads) > 1:
-                rows = [
-                    [self._read(name, levels, i, x, member) for x in single_indices(leads)]
+                fields_of = [
+                    [self._read(name, levels, i, x, member, rows) for x in single_indices(leads)]
                     for i in single_indices(inits)
                 ]
-                return np.concatenate([np.concatenate(row, axis=1) for row in rows])
+                return np.concatenate([np.concatenate(fields, axis=1) for fields in fields_of])
             raise UserError(
                 f"{self.where}: {name} {self.describe(inits[0], leads[0])} can't be read "
                 f"({reason_of(error)}). Complete the forecast, or leave out what it lacks with "
@@ -319,7 +342,9 @@ class ForecastStore:
         values = in_dim_order(values, list(map(str, array.dims)), DIM_ORDER)
         fields = np.asarray(values, dtype=np.float32)
         fields = fields[..., ::-1, :] if self._flipped else fields
-        return fields if self._interpolation is None else self._interpolation(fields)
+        if self._interpolation is None or rows is not None:
+            return fields
+        return self._interpolation(fields)
 
     def initial_times_per_chunk(self, name: str) -> int:
         """Return the number of initial times in one chunk of a variable."""

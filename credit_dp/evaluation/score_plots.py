@@ -205,7 +205,15 @@ def draw_scores(
     axes.yaxis.set_major_formatter(NUMBER)
 
 
-def lead_axis(axes: Axes, hours: Sequence[int]) -> np.ndarray:
+def start_at_zero(axes: Axes) -> None:
+    """Let the vertical axis of values that are not negative start at zero."""
+    # The margin above the curves is a share of the axis: it has to be known that zero is on it.
+    axes.update_datalim([(0, 0)], updatex=False)
+    axes.autoscale_view(scalex=False)
+    axes.set_ylim(bottom=0)
+
+
+def lead_axis(axes: Axes, hours: Sequence[float]) -> np.ndarray:
     """Label the axis of lead times, and return their places on it: hours, or days if it is long."""
     if max(hours) > MAX_AXIS_HOURS:
         axes.set_xlabel("lead time (days)")

@@ -6,11 +6,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 import xarray as xr
+from matplotlib.figure import Figure
 from PIL import Image
 
 from credit_dp.cli.forecast_plot import open_forecast, read_request
+from credit_dp.errors import UserError
 from credit_dp.evaluation.figure_style import figure_style
 from credit_dp.evaluation.forecast_maps import Chart, ChartRequest, find_box, usual_name
+from credit_dp.evaluation.forecast_series import (
+    BANDS,
+    SeriesRequest,
+    draw_plume,
+    find_fields,
+    read_series,
+)
 from credit_dp.evaluation.forecast_store import ForecastStore
 from credit_dp.evaluation.map_projection import Box, box_of
 from credit_dp.evaluation.maps import EARTH, SIMULATED
@@ -177,6 +186,117 @@ def test_forecasts_of_the_quickstart_have_its_land(tmp_path: Path) -> None:
     assert open_forecast(str(tmp_path / "other.zarr"))[1] == EARTH
 
 
+def bilinear(fields: xr.DataArray, latitude: float, longitude: float) -> np.ndarray:
+    """Return fields at a place, from the four points around it: `(number, L)`."""
+    south = fields["latitude"].values[fields["latitude"] <= latitude].max()
+    north = fields["latitude"].values[fields["latitude"] > latitude].min()
+    west = fields["longitude"].values[fields["longitude"] <= longitude % 360].max()
+    step = 360 / fields.sizes["longitude"]
+    up, right = (latitude - south) / (north - south), (longitude % 360 - west) / step
+    corners = (
+        (south, west, (1 - up) * (1 - right)),
+        (south, (west + step) % 360, (1 - up) * right),
+        (north, west, up * (1 - right)),
+        (north, (west + step) % 360, up * right),
+    )
+    parts = [
+        weight * fields.sel(latitude=y, longitude=x).transpose("number", ...).values.astype("f8")
+        for y, x, weight in corners
+    ]
+    return np.sum(parts, axis=0)
+
+
+@pytest.mark.parametrize("place", [(46.9, 7.4), (-12.0, -20.0), (46.9, 352.0)])
+@pytest.mark.parametrize("rising", [False, True])
+def test_a_series_is_the_bilinear_mean_of_the_points_around_a_place(
+    stored: Path, tmp_path: Path, place: tuple[float, float], rising: bool
+) -> None:
+    path = stored / "members.zarr"
+    with xr.open_zarr(path, consolidated=False) as data:
+        made = data.load().sortby("latitude", ascending=rising)
+    store = ForecastStore.open(str(forecasts.write(made, tmp_path / "members.nc")))
+    init = made["time"].values[1]
+    fields = made["temperature"].sel(level=850, time=init)
+    series = read_series(store, "temperature", 850, 1, place)
+    assert series.title == "850 hPa temperature"
+    expected = bilinear(fields, *place).T - 273.15
+    assert series.values.shape == (len(forecasts.LEADS), 3)
+    assert series.values == pytest.approx(expected, abs=1e-4)
+
+
+def test_a_plume_has_bands_of_many_members_and_lines_of_few() -> None:
+    members = np.random.default_rng(3).normal(size=(5, 21))  # quantiles fall on members
+    ordered = np.sort(members, axis=1)
+    axes = Figure().add_subplot()
+    draw_plume(axes, np.arange(5.0), members)
+    for band, (first, last) in zip(axes.collections, [(0, 20), (2, 18), (5, 15)], strict=True):
+        corners = band.get_paths()[0].vertices
+        for lead in range(5):
+            edges = corners[corners[:, 0] == lead][:, 1]
+            assert edges.min() == pytest.approx(ordered[lead, first])
+            assert edges.max() == pytest.approx(ordered[lead, last])
+    assert [band.get_label() for band in axes.collections] == list(BANDS)
+    assert axes.lines[-1].get_ydata() == pytest.approx(ordered[:, 10])
+
+    axes = Figure().add_subplot()
+    draw_plume(axes, np.arange(5.0), members[:, :3])
+    assert not axes.collections
+    assert np.stack([line.get_ydata() for line in axes.lines[:3]], 1) == pytest.approx(
+        members[:, :3]
+    )
+    assert axes.lines[3].get_ydata() == pytest.approx(np.sort(members[:, :3], axis=1)[:, 1])
+
+    axes = Figure().add_subplot()
+    draw_plume(axes, np.arange(5.0), members[:, :1])
+    assert [line.get_ydata().tolist() for line in axes.lines] == [members[:, 0].tolist()]
+
+
+def test_a_series_is_drawn_as_png_or_svg(
+    stored: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    words = ("place=[46.9,-7.4]", "variable=[geopotential,2m_temperature]", "level=850")
+    code, out, err = plot(monkeypatch, stored / "members.zarr", *words)
+    written = stored / "members-geopotential-850-2m_temperature-46.9,-7.4.png"
+    assert (code, out, err) == (0, f"{written}\n", "")
+    with Image.open(written) as picture:
+        assert picture.width > 900
+    path = tmp_path / "series.svg"
+    words = ("place=[46.9,-7.4]", "init=2000-01-02T12", f"out={path}")
+    assert plot(monkeypatch, stored / "members.zarr", *words) == (0, f"{path}\n", "")
+    text = path.read_text()
+    assert "46.9°N, 7.4°W (bilinear), forecast from 2000-01-02 12:00 UTC" in text
+    assert "500 hPa geopotential height" in text
+    assert "median" in text
+
+
+def test_a_level_is_that_of_the_variables_that_have_levels(stored: Path) -> None:
+    store = ForecastStore.open(str(stored / "forecast.zarr"))
+    request = SeriesRequest((0, 0), ("2m_temperature", "temperature"), 850)
+    assert find_fields(store, request) == [("2m_temperature", None), ("temperature", 850)]
+    assert find_fields(store, SeriesRequest((0, 0))) == [("geopotential", 500)]
+
+
+def test_a_map_is_written_as_svg(
+    stored: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    path = tmp_path / "map.svg"
+    code, *_ = plot(monkeypatch, stored / "forecast.zarr", "contours=false", f"out={path}")
+    assert code == 0
+    assert "500 hPa geopotential height" in path.read_text()
+
+
+def test_a_place_without_any_value_is_refused(stored: Path, tmp_path: Path) -> None:
+    with xr.open_zarr(stored / "forecast.zarr", consolidated=False) as data:
+        dry = data.load()
+    dry["2m_temperature"] = dry["2m_temperature"].where(dry["latitude"] < 0)
+    store = ForecastStore.open(str(forecasts.write(dry, tmp_path / "dry.nc")))
+    assert np.isfinite(read_series(store, "2m_temperature", None, 0, (-46.9, 7.4)).values).all()
+    with pytest.raises(
+        UserError, match=r"^place: 2m_temperature of .* no value at 46\.9°N, 7\.4°E"
+    ):
+        read_series(store, "2m_temperature", None, 0, (46.9, 7.4))
+
+
 REFUSED = {
     "": "forecast plot: needs the path of one forecast, got 0",
     "nowhere.zarr": "nowhere.zarr: no such zarr store. Set the path to one that exists",
@@ -203,9 +323,21 @@ REFUSED = {
     "F/forecast.zarr contours=-1": "contours: needs true, false or a number above 0, got '-1'",
     "F/forecast.zarr contours=1e-9": "contours: 1e-09 gives more than 200 lines. Give a larger",
     "F/forecast.zarr edges=99": "edges: needs 2 to 9 ranks, got 99",
-    "F/forecast.zarr out=map.jpg": "out: needs a name that ends in .png or .gif, got map.jpg",
+    "F/forecast.zarr out=map.jpg": "out: needs a name that ends in .png or .svg or .gif, got map",
     "F/forecast.zarr lead=all out=map.png": "out: lead=all needs a name that ends in .gif",
-    "F/forecast.zarr out=F/missing/map.png": "the map could not be written .* change out",
+    "F/forecast.zarr place=[91,7]": r"place: needs \[latitude,longitude\] in degrees, .*'\[91,7\]'",
+    "F/forecast.zarr place=bern": r"place: needs \[latitude,longitude\] in degrees, .* got 'bern'",
+    "F/forecast.zarr place=[46.9]": r"place: needs \[latitude,longitude\]",
+    "F/region.zarr place=[-80,60]": r"place: .* covers latitude .* longitude .* got \[-80,60\]",
+    "F/column.zarr place=[0,45]": "at least two rows and two columns, the forecast has 4 x 1",
+    "F/forecast.zarr place=[46.9,7.4] member=0": "member: belongs to maps, and place draws a",
+    "F/forecast.zarr place=[46.9,7.4] lead=24h": "lead: belongs to maps",
+    "F/forecast.zarr place=[46.9,7.4] out=map.gif": "out: needs .* .png or .svg, got map.gif",
+    "F/forecast.zarr place=[46.9,7.4] variable=[temperature,wind]": "variable: .* got 'wind'",
+    "F/forecast.zarr place=[46.9,7.4] variable=2m_temperature level=500": "has no levels, got 500",
+    "F/forecast.zarr place=[46.9,7.4] init=2000-01-09": "init: .* has 2 times from",
+    "F/forecast.zarr place=[46.9,7.4] out=F/missing/map.svg": "could not be written .* change out",
+    "F/forecast.zarr out=F/missing/map.png": "the picture could not be written .* change out",
 }
 
 

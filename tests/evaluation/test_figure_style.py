@@ -39,6 +39,7 @@ from credit_dp.evaluation.metrics import ErrorMap
 from credit_dp.evaluation.score_folder import scorecard_page
 from credit_dp.evaluation.score_plots import draw_rmse, draw_spectra
 from credit_dp.evaluation.scorecard import HeldOutScores, Scorecard
+from credit_dp.evaluation.forecast_series import SeriesRequest, draw_series
 from credit_dp.sweeps import read_sweep
 from credit_dp.sweeps.plots import draw_metric, draw_scaling
 from credit_dp.sweeps.tables import sweep_table
@@ -138,7 +139,9 @@ def draw_run(folder: Path) -> None:
 def draw_stored_forecast(folder: Path) -> None:
     """Draw a map of a stored forecast."""
     stored = forecasts.write(forecasts.forecast(forecasts.truth()), folder / "forecast.zarr")
-    draw_forecast(ForecastStore.open(str(stored)), "", ChartRequest(), folder / "chart.png")
+    store = ForecastStore.open(str(stored))
+    draw_forecast(store, "", ChartRequest(), folder / "chart.png")
+    draw_series(store, SeriesRequest((46.9, 7.4)), folder / "series.png")
 
 
 def draw_comparison(folder: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import re
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from credit_dp.evaluation.comparison import compare, comparison_page, read_result
 from credit_dp.evaluation.score_folder import scorecard_page
 from tests.evaluation import forecasts
 
@@ -55,6 +57,15 @@ return [...document.body.querySelectorAll('*')]
   .map(e => [light(getComputedStyle(e).color), light(behind(e)), e.innerText])
   .map(([a, b, text]) => [text, (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05)]);
 """
+FIGURES = """
+return [...document.images].filter(i => i.src.startsWith('data:image/svg'))
+  .map(i => [i.alt, i.src, i.getBoundingClientRect().width]);
+"""
+STATES = """
+return [...document.getElementById(arguments[0]).querySelectorAll('thead tr:last-child th')]
+  .map(heading => heading.getAttribute('aria-sort'));
+"""
+LEAST_PIXELS = 11  # of letters
 HEADINGS = (
     "return [...document.querySelectorAll('h1,h2,h3,h4,h5,h6')].map(h => Number(h.tagName[1]))"
 )
@@ -181,6 +192,78 @@ def test_tables_are_whole_and_their_numbers_readable(opened: webdriver.Chrome) -
             assert name[2]
             assert unit[2] in ("m² s⁻²", "K", "1")
             assert all(NUMBER.fullmatch(text) for _, _, text in cells), cells
+
+
+def test_letters_of_figures_are_as_large_as_those_of_a_page(opened: webdriver.Chrome) -> None:
+    figures = opened.execute_script(FIGURES)
+    assert len(figures) >= 4
+    for alt, source, shown in figures:
+        text = base64.b64decode(source.partition("base64,")[2]).decode()
+        width = re.search(r'viewBox="0 0 ([\d.]+) ', text)
+        sizes = [float(size) for size in re.findall(r"font(?:-size)?: (?:\w+ )*([\d.]+)px", text)]
+        assert width, alt
+        assert sizes, alt
+        assert min(sizes) * shown / float(width[1]) > LEAST_PIXELS, alt
+
+
+def test_a_heading_sorts_its_table(opened: webdriver.Chrome) -> None:
+    check_sorting(opened, "rmse")
+
+
+def check_sorting(browser: webdriver.Chrome, identifier: str) -> None:
+    """Check that each heading of a table sorts its rows, both ways, and says so."""
+    body = f"return [...document.getElementById('{identifier}').tBodies[0].rows].map("
+    body += "row => [...row.cells].map(cell => cell.innerText.trim()))"
+    buttons = browser.find_elements("css selector", f"#{identifier} thead tr:last-child th button")
+    rows = browser.execute_script(body)
+    assert len(buttons) == len(rows[0])
+    for column, button in enumerate(buttons):
+        for state in ("ascending", "descending"):
+            browser.execute_script("arguments[0].focus()", button)
+            button.send_keys("\n")  # as by a click
+            states = browser.execute_script(STATES, identifier)
+            assert states == [state if c == column else None for c in range(len(buttons))]
+            found = browser.execute_script(body)
+            assert sorted(found) == sorted(rows)
+            cells = [row[column].removesuffix(" %") for row in found]
+            if all(NUMBER.fullmatch(cell.removeprefix("+")) for cell in cells):
+                ordered = sorted(cells, key=float, reverse=state == "descending")
+                assert list(map(float, cells)) == list(map(float, ordered))
+            else:
+                steps = pairwise([(re.sub(r"\d+", lambda n: n[0].zfill(6), x)) for x in cells])
+                signs = [(a > b) - (a < b) for a, b in steps]
+                assert set(signs) <= ({-1, 0} if state == "ascending" else {1, 0})
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_a_comparison_fits_its_width_and_can_be_sorted(
+    browser: webdriver.Chrome, tmp_path: Path, width: int
+) -> None:
+    results = []
+    for number in range(3):
+        folder = tmp_path / f"{number}{LONG}"
+        folder.mkdir()
+        errors = {
+            channel: {
+                f"{hours}h": {"model": (c + number) * hours, "persistence": 90, "climatology": 80}
+                for hours in (24, 72, 120)
+            }
+            for c, channel in enumerate(("t_500", "t_1000", "2m_temperature"), 1)
+        }
+        units = dict.fromkeys(errors, "K")
+        found = {"step": 1, "initial_times": 2, "units": units, "rmse": errors}
+        (folder / "metrics.json").write_text(json.dumps(found))
+        (folder / "config.yaml").write_text(f"seed: {number}\n")
+        results.append(read_result(folder, folder.name))
+    path = tmp_path / "comparison.html"
+    path.write_text(comparison_page(compare(results)), encoding="utf-8")
+    show(browser, path, width)
+    assert browser.execute_script("return document.documentElement.scrollWidth <= innerWidth")
+    boxes = browser.execute_script(BOXES)
+    assert [what for what, overflow in boxes if overflow != "auto"] == []
+    check_sorting(browser, "rmse")
+    check_sorting(browser, "config")
+    assert browser.get_log("browser") == []
 
 
 def test_nothing_reaches_over_the_edge(opened: webdriver.Chrome) -> None:

@@ -30,10 +30,11 @@ SOURCE_LINES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "error of the mean": {"color": "#111111", "linestyle": "-."},
     }
 )
-# Colours of other lines, such as the runs of a sweep; distinct from persistence and climatology.
+# Colours of other lines, such as the runs of a sweep; distinct from persistence and climatology,
+# and from each other also to readers who do not tell red from green.
 SERIES = (
-    "#1f4e9c", "#2e8b57", "#b03030", "#8e4fa8", "#d9a000",
-    "#1797a6", "#d16ba5", "#7a5230", "#7d8f2a", "#111111",
+    "#1f4e9c", "#785611", "#7eb3ce", "#111111", "#7bc059",
+    "#3fa684", "#81314c", "#8f63e9", "#111178", "#318181",
 )  # fmt: skip
 PALE = "#9db4d8"  # single values behind their mean, which has the first colour of `SERIES`
 NO_VALUE = "#d4d4d4"  # cells of a map without a value
@@ -41,26 +42,27 @@ REFERENCE = "#888888"  # reference lines: zero, the ideal, a tolerance
 SEQUENTIAL = "viridis"  # colour map of fields
 DIVERGING = "RdBu_r"  # colour map of differences, white at zero
 SIZES = "YlOrRd"  # colour map of sizes of errors, pale at zero
-TEMPERATURE = "Spectral_r"
+TEMPERATURE = "RdYlBu_r"  # without green, which some do not tell from red
 MOISTURE = "YlGnBu"
 RAIN = "YlGnBu"
 COAST = "#7a5230"  # distinct from lines of equal values, which are black
 OUTLINE = "#333333"  # of a map
 BAND_EDGE = "#7a1fa2"  # between the bands of two ranks
-LINE_LABEL_SIZE = 6  # of the numbers on lines of equal values
+LINE_LABEL_SIZE = 6.5  # of the numbers on lines of equal values
 
 RC_PARAMS: "dict[RcKeyType, Any]" = {
     "font.family": ["sans-serif"],
     "font.sans-serif": ["DejaVu Sans"],  # part of matplotlib: the same figures on every machine
-    "font.size": 8,
+    # On a phone, which shows the figures of a page in their own size, 8.5 points are 11 pixels.
+    "font.size": 8.5,
     "figure.titlesize": 11,
     "axes.titlesize": 9,
     "axes.titlelocation": "left",
     "axes.titley": 1.0,  # None would lay out all ticks a second time to avoid overlap
-    "axes.labelsize": 8,
-    "xtick.labelsize": 7,
-    "ytick.labelsize": 7,
-    "legend.fontsize": 8,
+    "axes.labelsize": 8.5,
+    "xtick.labelsize": 8.5,
+    "ytick.labelsize": 8.5,
+    "legend.fontsize": 8.5,
     "legend.frameon": False,
     "axes.grid": True,
     "axes.axisbelow": True,
@@ -109,13 +111,13 @@ def longitude_label(degrees: float) -> str:
     return f"{abs(east):g}°{'' if east in (0.0, -180.0) else 'E' if east > 0 else 'W'}"
 
 
-def escape_mathtext(text: str) -> str:
-    """Escape dollar signs, between which matplotlib would read a formula."""
 def place_label(latitude: float, longitude: float) -> str:
     """Return a place as text: 46.9°N, 7.4°E."""
     return f"{latitude_label(latitude)}, {longitude_label(longitude)}"
 
 
+def escape_mathtext(text: str) -> str:
+    """Escape dollar signs, between which matplotlib would read a formula."""
     return text.replace("$", r"\$")
 
 

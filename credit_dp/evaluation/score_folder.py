@@ -49,6 +49,7 @@ from credit_dp.evaluation.score_plots import (
     draw_scores,
     draw_spectrum,
     has_power,
+    start_at_zero,
 )
 from credit_dp.evaluation.scorecard import (
     MAX_HEADLINES,
@@ -93,7 +94,7 @@ def mark_ideal(axes: Axes, better: Better) -> None:
     if better in ideals:
         axes.axhline(ideals[better], color=REFERENCE, linewidth=0.8)
     elif better is not Better.LARGER:
-        axes.set_ylim(bottom=0)
+        start_at_zero(axes)
 
 
 @figure_style()

@@ -53,11 +53,11 @@ def save_figure(figure: Figure, path: Path) -> None:
 
 PANEL_COLUMNS = 3
 PANEL_INCHES = (3.6, 2.7)  # width, height
-LEGEND_LINE_INCHES = 0.17
+LEGEND_LINE_INCHES = 0.18
 LEGEND_COLUMNS = 4
 MAX_LABELS_INSIDE = 4  # of a legend inside a panel
 POINTS_BETWEEN = 20  # two points of a curve, where a legend must not be
-CHARACTER_INCHES = 0.07  # of a legend
+CHARACTER_INCHES = 0.074  # of a legend
 TITLE_INCHES = 0.3
 MAX_POWER_TICKS = 7  # on the axis of a spectrum
 MIN_POWER_RATIO = 100.0  # largest to smallest power; beyond, ticks are powers of ten
@@ -272,7 +272,10 @@ def draw_spectrum(
     if high > MIN_POWER_RATIO * low:  # otherwise powers of ten would be too few ticks
         axes.yaxis.set_major_locator(LogLocator(numticks=MAX_POWER_TICKS))
         axes.yaxis.set_major_formatter(decade_label)
-        axes.yaxis.set_minor_locator(NullLocator())
+    else:
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 3, 5)))
+        axes.yaxis.set_major_formatter(NUMBER)
+    axes.yaxis.set_minor_locator(NullLocator())
     axes.set_ylabel(power_label(unit, " m" if wavelength is None else ""))
 
 
@@ -333,7 +336,7 @@ def draw_rmse(scores: HeldOutScores, channels: Sequence[int], path: Path) -> Non
         values = {source: scores.rmse[s, :, c] for s, source in enumerate(metric.sources)}
         label = with_unit(metric.label, metric.unit(scores.units[c]))
         draw_scores(axes, scores.hours, values, scores.channels[c], label)
-        axes.set_ylim(bottom=0)
+        start_at_zero(axes)
     add_legend(figure, panels)
     save_figure(figure, path)
 

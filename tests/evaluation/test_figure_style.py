@@ -3,14 +3,16 @@
 import ast
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from io import BytesIO
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 import matplotlib
 import numpy as np
 import pytest
+from matplotlib.colors import to_rgba_array
 from matplotlib.figure import Figure
 
 import credit_dp
@@ -19,9 +21,15 @@ from credit_dp.data.channels import Channel
 from credit_dp.data.grid import Grid
 from credit_dp.evaluation.comparison import compare, comparison_page, read_result
 from credit_dp.evaluation.figure_style import (
+    DIVERGING,
+    MOISTURE,
+    RAIN,
     RC_PARAMS,
+    SEQUENTIAL,
     SERIES,
+    SIZES,
     SOURCE_LINES,
+    TEMPERATURE,
     figure_style,
     latitude_label,
     longitude_label,
@@ -31,6 +39,7 @@ from credit_dp.evaluation.figure_style import (
     with_unit,
 )
 from credit_dp.evaluation.forecast_maps import ChartRequest, draw_forecast
+from credit_dp.evaluation.forecast_series import SeriesRequest, draw_series
 from credit_dp.evaluation.forecast_store import ForecastStore
 from credit_dp.evaluation.held_out import LastLeadDiagnostics
 from credit_dp.evaluation.map_plots import draw_last_lead_errors, draw_map
@@ -39,7 +48,6 @@ from credit_dp.evaluation.metrics import ErrorMap
 from credit_dp.evaluation.score_folder import scorecard_page
 from credit_dp.evaluation.score_plots import draw_rmse, draw_spectra
 from credit_dp.evaluation.scorecard import HeldOutScores, Scorecard
-from credit_dp.evaluation.forecast_series import SeriesRequest, draw_series
 from credit_dp.sweeps import read_sweep
 from credit_dp.sweeps.plots import draw_metric, draw_scaling
 from credit_dp.sweeps.tables import sweep_table
@@ -137,7 +145,7 @@ def draw_run(folder: Path) -> None:
 
 
 def draw_stored_forecast(folder: Path) -> None:
-    """Draw a map of a stored forecast."""
+    """Draw a map and a series of a stored forecast."""
     stored = forecasts.write(forecasts.forecast(forecasts.truth()), folder / "forecast.zarr")
     store = ForecastStore.open(str(stored))
     draw_forecast(store, "", ChartRequest(), folder / "chart.png")
@@ -205,6 +213,66 @@ def test_lines_of_runs_are_not_taken_for_sources() -> None:
     assert len(set(SERIES)) == len(SERIES)
     assert not references & set(SERIES)
     assert series_colour(len(SERIES) + 1) == SERIES[1]
+
+
+# From light of red, green and blue to what people see who lack one kind of cones.
+# Source: Machado, Oliveira & Fernandes 2009, "A physiologically-based model for simulation of color
+# vision deficiency", severity 1.
+VISIONS = {
+    "all cones": np.eye(3),
+    "deuteranopia": np.array(
+        [
+            [0.367322, 0.860646, -0.227968],
+            [0.280085, 0.672501, 0.047413],
+            [-0.011820, 0.042940, 0.968881],
+        ]
+    ),
+    "protanopia": np.array(
+        [
+            [0.152286, 1.052583, -0.204868],
+            [0.114503, 0.786281, 0.099216],
+            [-0.003882, -0.048116, 1.051998],
+        ]
+    ),
+}
+# Of light of red, green and blue. Source: IEC 61966-2-1 (sRGB), relative to its white.
+XYZ = np.array(
+    [[0.4338, 0.3762, 0.1899], [0.2126, 0.7152, 0.0722], [0.0177, 0.1095, 0.8728]],
+)
+
+
+def seen_colours(colours: Sequence[Any], vision: str) -> np.ndarray:
+    """Return L, a and b of CIE 1976 of colours as people with this vision see them: `(N, 3)`."""
+    values = to_rgba_array(colours)[:, :3]
+    light = np.where(values <= 0.04045, values / 12.92, ((values + 0.055) / 1.055) ** 2.4)
+    x, y, z = XYZ @ np.clip(VISIONS[vision] @ light.T, 0, 1)
+    x, y, z = (np.where(v > 0.008856, np.cbrt(v), 7.787 * v + 16 / 116) for v in (x, y, z))
+    return np.stack([116 * y - 16, 500 * (x - y), 200 * (y - z)], axis=1)
+
+
+def least_difference(colours: Sequence[Any], vision: str) -> float:
+    """Return the difference (CIE 1976) of the two colours that are most alike."""
+    seen = seen_colours(colours, vision)
+    return min(float(np.linalg.norm(a - b)) for a, b in combinations(seen, 2))
+
+
+@pytest.mark.parametrize("vision", VISIONS)
+def test_colours_differ_also_without_red_or_green(vision: str) -> None:
+    sources = {str(line["color"]) for line in SOURCE_LINES.values()}
+    assert least_difference(sorted(sources), vision) > 20
+    assert least_difference(SERIES, vision) > 19
+    assert least_difference(SERIES[:5], vision) > 29
+    # 2.3 is what an eye just notices.
+    for name in (SEQUENTIAL, DIVERGING, SIZES, TEMPERATURE, MOISTURE, RAIN):
+        shades = matplotlib.colormaps[name](np.linspace(0, 1, 14))
+        assert least_difference(shades, vision) > 2.3, name
+
+
+def test_simulated_colours_are_those_of_the_source() -> None:
+    assert seen_colours(["white"], "deuteranopia")[0] == pytest.approx([100, 0, 0], abs=0.1)
+    red, green = seen_colours(["#ff0000", "#00ff00"], "all cones")
+    assert red == pytest.approx([53.24, 80.09, 67.20], abs=0.2)
+    assert green == pytest.approx([87.73, -86.18, 83.18], abs=0.2)
 
 
 def test_longitudes_latitudes_and_units() -> None:

@@ -39,6 +39,7 @@ from credit_dp.evaluation.score_plots import (
     draw_spectrum,
     legend_columns,
     lowest_power,
+    start_at_zero,
 )
 from credit_dp.evaluation.scorecard import HeldOutScores
 from credit_dp.training.forecast_step import EnsembleForecast, ForecastStep
@@ -311,7 +312,7 @@ def test_legends_of_long_names_have_few_columns() -> None:
     assert legend_columns(["x" * 300], 10.8) == 1
     # Nine lines of a legend are above the panels, two are inside one.
     few, many = (create_panels(3, labels=["x" * 90] * count)[0] for count in (2, 9))
-    assert many.get_figheight() - few.get_figheight() == pytest.approx(9 * 0.17)
+    assert many.get_figheight() - few.get_figheight() == pytest.approx(9 * 0.18)
 
 
 def test_short_legends_are_inside_a_panel_and_long_ones_above_all() -> None:
@@ -393,3 +394,23 @@ def test_lead_times_are_in_days_beyond_two_and_hours_below() -> None:
         shown = set(axes.get_xticks())
         assert ticks <= shown
         assert all(float(tick).is_integer() for tick in shown)
+
+
+def test_a_curve_keeps_its_distance_from_the_top_of_an_axis_from_zero() -> None:
+    for values in ([600.0, 692.0], [1.0, 1.0]):
+        axes = Figure().add_subplot()
+        axes.plot([0, 24], values)
+        start_at_zero(axes)
+        assert axes.get_ylim() == pytest.approx((0, 1.05 * max(values)))
+
+
+@pytest.mark.parametrize("highest", [4.0, 60.0])
+def test_a_spectrum_of_little_power_has_ticks_without_small_exponents(highest: float) -> None:
+    axes = Figure().add_subplot()
+    power = np.linspace(highest, 1, 9) * 1e4
+    draw_spectrum(axes, {"forecast": power, "truth": power}, "x", "K")
+    low, high = axes.get_ylim()
+    places = [place for place in axes.yaxis.get_majorticklocs() if low <= place <= high]
+    shown = axes.yaxis.get_major_formatter().format_ticks(places)
+    assert len(shown) >= 3
+    assert set(shown) <= {"5000", *(f"{x}0000" for x in (1, 2, 3, 5, 10, 20, 30, 50, 100))}

@@ -12,6 +12,7 @@ import numpy as np
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.patches import StepPatch
 from matplotlib.ticker import FixedLocator, LogLocator, MaxNLocator, MultipleLocator, NullLocator
 
 from credit_dp.errors import UserError, counted
@@ -163,9 +164,12 @@ def free_corners(axes: Axes, labels: Sequence[str]) -> list[Corner]:
     """Return the corners of a panel where a legend covers no curve; none without curves."""
     axes.autoscale_view()  # now the transform knows the limits
     to_panel = axes.transData + axes.transAxes.inverted()
+    curves = [np.asarray(line.get_xydata()) for line in axes.lines]
+    steps = [patch for patch in axes.patches if isinstance(patch, StepPatch)]
+    curves += [np.asarray(patch.get_path().vertices) for patch in steps]
     points = []
-    for line in axes.lines:
-        x, y = to_panel.transform(line.get_xydata()).T
+    for curve in curves:
+        x, y = to_panel.transform(curve).T
         number = np.arange(len(x))
         between = np.linspace(0, len(x) - 1, POINTS_BETWEEN * len(x))
         points.append(np.stack([np.interp(between, number, part) for part in (x, y)]))

@@ -34,9 +34,11 @@ from credit_dp.evaluation.score_plots import (
     add_legend,
     channels_to_draw,
     create_panels,
+    draw_rank_histogram,
     draw_scores,
     draw_spectra,
     draw_spectrum,
+    free_corners,
     legend_columns,
     lowest_power,
     start_at_zero,
@@ -414,3 +416,12 @@ def test_a_spectrum_of_little_power_has_ticks_without_small_exponents(highest: f
     shown = axes.yaxis.get_major_formatter().format_ticks(places)
     assert len(shown) >= 3
     assert set(shown) <= {"5000", *(f"{x}0000" for x in (1, 2, 3, 5, 10, 20, 30, 50, 100))}
+
+
+def test_a_legend_covers_no_histogram() -> None:
+    _, panels = create_panels(3)
+    hump = np.array([1, 1, 1, 1, 6, 6, 1, 1, 1, 1]) / 20
+    draw_rank_histogram(panels[0], {"24 h": hump}, "x")
+    assert {"upper left", "upper right"} <= set(free_corners(panels[0], ["24 h"]))
+    draw_rank_histogram(panels[1], {"24 h": np.roll(hump, 5)}, "x")
+    assert not {"upper left", "upper right"} & set(free_corners(panels[1], ["24 h"]))

@@ -1,4 +1,4 @@
-"""Usual latitudes of a grid, Legendre functions, and weights that integrate over the sphere."""
+"""The Earth's radius, usual latitudes, Legendre functions, and weights that integrate on it."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -6,6 +6,7 @@ from numpy.typing import NDArray
 from credit_dp.errors import UserError
 
 Vector = NDArray[np.float64]
+EARTH_RADIUS = 6_367_500.0  # m, mean of polar and equatorial radius, as in WeatherBench 2
 
 
 def usual_latitude(rows: int) -> Vector:

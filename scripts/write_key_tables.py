@@ -98,6 +98,7 @@ EXAMPLES = {
     "loss.spectrum": "0.1",
     "loss.sphere_spectrum": "0.1",
     "loss.gradient": "0.5",
+    "loss.scales": "[0,500,1000]",
     "optimizer.name": "optimizer=muon",
     "optimizer.schedule": "constant",
     "optimizer.layer_decay": "0.8",

@@ -1,5 +1,6 @@
 """The config of training: trainer, loss, optimizer with its schedule, and loggers."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,6 +16,7 @@ from credit_dp.plugins import (
     find_plugins,
     registration_hint,
 )
+from credit_dp.sphere import EARTH_RADIUS
 
 # The words of `torch.set_float32_matmul_precision`.
 MATMUL_PRECISIONS = ("highest", "high", "medium")
@@ -24,6 +26,7 @@ LOSSES = (*POINT_ERRORS, "crps")
 SPHERE_ERRORS = ("amplitude", "amse")
 LR_SCHEDULES = ("cosine", "constant", "step")
 TRACKERS = ("wandb", "tensorboard", "mlflow")
+HALF_CIRCUMFERENCE = int(math.pi * EARTH_RADIUS / 1000)  # km
 
 
 @dataclass
@@ -228,6 +231,9 @@ class StandardLossConfig(LossConfig):
     variable_error: dict[str, str] = field(default_factory=dict)
     # of crps: share of the fair score; the rest is the score of the members as they are
     alpha: float = 1.0
+    # of crps: radii in km of the neighbourhoods on the sphere whose means are scored, e.g.
+    # [0, 500, 1000]; 0: points. The loss is the mean over them
+    scales: list[float] = field(default_factory=lambda: [0.0])
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -236,8 +242,25 @@ class StandardLossConfig(LossConfig):
             checks.one_of(f"loss.variable_error.{variable}", name, POINT_ERRORS)
         checks.above_zero("loss.huber_delta", self.huber_delta)
         checks.number_in("loss.alpha", self.alpha, 0, 1)
+        self._check_scales()
         if self.name == "crps":
             self._check_ensemble_loss()
+
+    def _check_scales(self) -> None:
+        """Refuse neighbourhoods that are not rising on the sphere, or that the loss has not."""
+        checks.not_empty("loss.scales", self.scales)
+        for radius in self.scales:
+            checks.number_in("loss.scales", radius, 0, HALF_CIRCUMFERENCE)
+        if sorted(set(self.scales)) != list(self.scales):
+            raise UserError(
+                f"loss.scales: needs radii that rise, got {list(self.scales)}. Sort them, and "
+                "leave out repeats."
+            )
+        if self.name != "crps" and list(self.scales) != [0]:
+            raise UserError(
+                f"loss.scales: needs loss=crps, got {list(self.scales)} with loss={self.name}. Set "
+                "loss.scales=[0], or change loss."
+            )
 
     def _check_ensemble_loss(self) -> None:
         """Refuse errors of single members that are least if all members are alike."""

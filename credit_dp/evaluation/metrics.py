@@ -21,6 +21,7 @@ from credit_dp.data.grid import FieldArray, Grid, unit_vectors
 from credit_dp.data.valid_points import ValidPoints, weighted_sum
 from credit_dp.distributed.collectives import sum_over_ranks
 from credit_dp.domain_parallel import DomainParallelManager
+from credit_dp.sphere import EARTH_RADIUS
 
 Index = tuple[int | slice, ...]  # index or slices into the leading dims of an accumulator's sums
 
@@ -420,7 +421,6 @@ class RankHistogram(Accumulator):
         return sums / sums.sum(dim=-1, keepdim=True)
 
 
-EARTH_RADIUS = 6_367_500.0  # m, mean of polar and equatorial radius, as in WeatherBench 2
 # Southern and northern edge, in degrees north.
 LATITUDE_BANDS: Mapping[str, tuple[float, float]] = MappingProxyType(
     {"30N to 60N": (30.0, 60.0), "20S to 20N": (-20.0, 20.0), "60S to 30S": (-60.0, -30.0)}

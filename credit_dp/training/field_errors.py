@@ -1,10 +1,11 @@
 """Errors of whole fields that the loss adds to those of points: gradients, spectra on the sphere.
 
-`build_field_errors` makes the errors to which the config gives a weight. Each takes scaled fields
-of this rank's rows and returns what each channel adds to the loss; the ranks' parts add up to the
-error of the globe. They need other ranks' rows: `GradientError` fetches the first row south of the
-band, `SphereError` adds up the ranks' parts of all coefficients, and sends nothing in the backward
-pass.
+`build_area_means` makes the means that `loss.scales` scores besides points, and
+`build_field_errors` the errors to which the config gives a weight. These take scaled fields of this
+rank's rows and return what each channel adds to the loss; the ranks' parts add up to the error of
+the globe. All need other ranks' rows: means fetch those within their radius, `GradientError` the
+first row south of the band; `SphereError` adds up the ranks' parts of all coefficients, and sends
+nothing in the backward pass.
 """
 
 from collections.abc import Callable
@@ -14,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from credit_dp.area_means import AreaMeans, rows_within
 from credit_dp.config import LossConfig
 from credit_dp.data.grid import Grid
 from credit_dp.data.valid_points import ValidPoints
@@ -60,6 +62,48 @@ def build_field_errors(
         shares = config.sphere_spectrum * channels / manager.domain_world_size
         errors.append(SphereError(table, shares, coherence=config.sphere_error == "amse"))
     return errors
+
+
+def build_area_means(
+    radius: float,
+    grid: Grid,
+    manager: DomainParallelManager,
+    points: ValidPoints | None,
+    like: Tensor,
+) -> Callable[[Tensor, slice], Tensor]:
+    """Return the means of bands over all points within `radius` km; collective with points.
+
+    With a radius of 0 they are the fields themselves. They take fields of this rank's rows, 0 where
+    there are no values, and which of all channels these are: `(..., C_own, h, W)` -> the same.
+    Ranks of a domain call them together.
+    """
+    if not radius:
+        return lambda fields, channels: fields
+    partition = manager.partition(grid[0])
+    bands = (partition.rows(rank) for rank in range(partition.ranks))
+    near = (rows_within(grid.latitude, slice(band.start, band.stop), radius) for band in bands)
+    needed = tuple((RowRange(rows.start, rows.stop),) for rows in near)
+    exchange = RowExchange(partition, needed, manager.domain_rank)
+
+    def fetch(band: Tensor) -> Tensor:
+        return fetch_band(band, exchange, manager.transport)
+
+    valid = None if points is None else fetch(points.valid.to(like.dtype))
+    rows = manager.rows(grid[0])
+    means = AreaMeans(grid.latitude, grid.weights, rows, grid[1], radius, valid, like)
+
+    def average(fields: Tensor, channels: slice) -> Tensor:
+        # A rank that shares members with more ranks than there are channels may have none.
+        return means(fetch(fields), channels) if fields.shape[-3] else fields
+
+    return average
+
+
+def fetch_band(band: Tensor, exchange: RowExchange, transport: Transport) -> Tensor:
+    """Return the rows of an exchange; collective. One rank that has all rows gets them as is."""
+    if exchange.is_identity:
+        return band
+    return fetch_rows(band.contiguous(), exchange, transport)
 
 
 @final
@@ -124,9 +168,7 @@ class GradientError:
         return (east.sum((0, 2, 3)) + south.sum((0, 2, 3))) / (batch * width)
 
     def _fetch(self, band: Tensor) -> Tensor:
-        if self._exchange.is_identity:  # one rank has all rows
-            return band
-        return fetch_rows(band.contiguous(), self._exchange, self._transport)
+        return fetch_band(band, self._exchange, self._transport)
 
 
 def loss_quadrature(sine: Vector) -> Vector:

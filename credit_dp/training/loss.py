@@ -5,7 +5,8 @@ forecast, or its members, and the truth at that point: one of this package, or o
 which is tried before training. Optionally adds a spectral error of each row, with the same weights,
 and errors of whole fields (`field_errors`). Every rank computes the part of its band; the parts add
 up to the loss of the globe. Ranks that share the members of a sample exchange them
-(`trade_members`): each scores all members of some channels.
+(`trade_members`): each scores all members of some channels. With `loss.scales` the members are
+scored as means over neighbourhoods, too.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -31,6 +32,7 @@ from credit_dp.plugins import report_plugin_errors
 from credit_dp.training.field_errors import (
     FLOOR,
     FieldError,
+    build_area_means,
     build_field_errors,
     loss_quadrature,
 )
@@ -53,6 +55,8 @@ class WeightedLoss:
         scale: the divisor of differences, `(C, 1, 1)`.
         kinds: name of each channel's error, if not all have that of the config.
         field_errors: errors of whole fields, with their weights.
+        means: averages errors of some channels over each neighbourhood, if the error is that of
+            ensembles: it is the mean of their errors. Empty: the errors of points.
         ensemble: connects the ranks that have the other members of the same samples. Then the part
             of the loss is that of this rank's channels, too; all of these ranks call it together.
     """
@@ -67,11 +71,13 @@ class WeightedLoss:
         points: ValidPoints | None = None,
         kinds: Sequence[str] = (),
         field_errors: Sequence[FieldError] = (),
+        means: Sequence[Callable[[Tensor, slice], Tensor]] = (),
         ensemble: Transport | None = None,
     ) -> None:
         self.spectrum = config.spectrum
         self.kinds = kinds
         self.field_errors = field_errors
+        self.means = means or (lambda errors, channels: errors,)
         self.scale = scale
         self.points = points
         self.ensemble = ensemble or SingleRankTransport()
@@ -116,7 +122,11 @@ class WeightedLoss:
             def ensemble_error(forecast: Tensor, target: Tensor) -> Tensor:
                 members = forecast.view(len(target), -1, *target.shape[1:])
                 errors = self.scaled(members - target[:, None])
-                return almost_fair_crps(trade_members(errors, self.ensemble), alpha)
+                errors = trade_members(errors, self.ensemble)
+                # The mean over a neighbourhood is linear: errors of means are means of errors.
+                averaged = [mean(errors, self.own_channels) for mean in self.means]
+                scores = [almost_fair_crps(each, alpha) for each in averaged]
+                return torch.stack(scores).mean(0) if len(scores) > 1 else scores[0]
 
             return ensemble_error
         if isinstance(config, StandardLossConfig):
@@ -190,12 +200,21 @@ def build_loss(
         points,
         channel_errors(config, channels.output_channels),
         build_field_errors(config, grid, weights, by_channel, manager, points),
+        [
+            build_area_means(radius, grid, manager, points, by_channel)
+            for radius in scales_of(config)
+        ],
         manager.ensemble_transport,
     )
 
 
+def scales_of(config: LossConfig) -> list[float]:
+    """Return the radii, in km, of the neighbourhoods whose means the loss scores; 0: points."""
+    return config.scales if isinstance(config, StandardLossConfig) else [0.0]
+
+
 def check_spectra(config: LossConfig, grid: Grid) -> None:
-    """Refuse spectra in the loss of a region, and those on the sphere of rows without quadrature.
+    """Refuse spectra and area means in the loss of a region, and spectra of unusual rows.
 
     Raises:
         UserError: names the key.
@@ -203,6 +222,8 @@ def check_spectra(config: LossConfig, grid: Grid) -> None:
     for key, fits in (("spectrum", grid.is_periodic), ("sphere_spectrum", grid.is_global)):
         if getattr(config, key) and not fits:
             grid.check_global(f"loss.{key}", f"Set loss.{key}=0.")
+    if scales_of(config) != [0.0]:
+        grid.check_global("loss.scales", "Set loss.scales=[0].")
     if config.sphere_spectrum:
         loss_quadrature(np.sin(np.deg2rad(grid.latitude)))
 

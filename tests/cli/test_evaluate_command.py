@@ -17,8 +17,9 @@ import pytest
 import xarray as xr
 import zarr
 
-from credit_dp.evaluation.metrics import EARTH_RADIUS, LATITUDE_BANDS
+from credit_dp.evaluation.metrics import LATITUDE_BANDS
 from credit_dp.forecast.format import SETTINGS_ATTRIBUTE
+from credit_dp.sphere import EARTH_RADIUS
 from tests.cli.invocation import answer, assert_refused
 from tests.evaluation import forecasts
 from tests.forecast.grib_files import write_grib

@@ -14,7 +14,6 @@ from credit_dp.data.grid import Grid, row_weights
 from credit_dp.data.valid_points import ValidPoints
 from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.evaluation.metrics import (
-    EARTH_RADIUS,
     LATITUDE_BANDS,
     Activity,
     AnomalyCorrelation,
@@ -29,6 +28,7 @@ from credit_dp.evaluation.metrics import (
     has_spectra,
     latitude_band_weights,
 )
+from credit_dp.sphere import EARTH_RADIUS
 from tests.ranks import on_processes, on_threads
 from tests.tier_cases import tiers
 

@@ -15,13 +15,13 @@ from credit_dp.data.grid import Grid
 from credit_dp.data.valid_points import ValidPoints
 from credit_dp.domain_parallel import DomainParallelManager, gather_tensor
 from credit_dp.evaluation.metrics import (
-    EARTH_RADIUS,
     RegionSpectra,
     cosine_transform,
     region_wavelength,
 )
 from credit_dp.evaluation.score_folder import scorecard_page
 from credit_dp.evaluation.score_plots import draw_spectrum
+from credit_dp.sphere import EARTH_RADIUS
 from tests.data import region_grids
 from tests.evaluation import forecasts
 from tests.ranks import on_threads

@@ -28,7 +28,7 @@ from credit_dp.evaluation.held_out import (
     LastLeadDiagnostics,
     evaluate,
 )
-from credit_dp.evaluation.metrics import EARTH_RADIUS, latitude_band_weights, region_wavelength
+from credit_dp.evaluation.metrics import latitude_band_weights, region_wavelength
 from credit_dp.evaluation.score_plots import (
     NO_SPECTRUM,
     add_legend,
@@ -44,6 +44,7 @@ from credit_dp.evaluation.score_plots import (
     start_at_zero,
 )
 from credit_dp.evaluation.scorecard import HeldOutScores
+from credit_dp.sphere import EARTH_RADIUS
 from credit_dp.training.forecast_step import EnsembleForecast, ForecastStep
 from credit_dp.training.loggers import FIRST_COLUMNS
 from credit_dp.training.loss_curve import curve_points, draw_curve, draw_loss

@@ -51,7 +51,7 @@ from tests.training.runs import (
 )
 
 ROWS, RIM, STEPS = 13, 5, 3  # rows: no multiple of 2 or 3
-CRPS = StandardLossConfig(name="crps", alpha=0.9, level_weight=True, spectrum=0.1)
+CRPS = StandardLossConfig(name="crps", alpha=0.9, scales=[0, 5000], level_weight=True, spectrum=0.1)
 # No absolute errors: their gradient jumps where an error is 0, and near such a point a change of
 # the last digit of any weight changes later steps by 1e-10.
 OF_FIELDS = StandardLossConfig(

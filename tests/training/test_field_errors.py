@@ -11,13 +11,14 @@ from numpy.polynomial import legendre
 
 from credit_dp.config import StandardLossConfig
 from credit_dp.data.channels import Channel, Channels
-from credit_dp.data.grid import Grid
+from credit_dp.data.grid import Grid, unit_vectors
 from credit_dp.data.valid_points import ValidPoints
 from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.errors import UserError
+from credit_dp.sphere import EARTH_RADIUS
 from credit_dp.training.field_errors import FLOOR
 from credit_dp.training.loss import build_loss, channel_weights
-from tests.ranks import PROCESSES, on_threads
+from tests.ranks import PROCESSES, on_processes, on_threads
 from tests.training.runs import alone
 
 ROWS, COLUMNS = 13, 14
@@ -197,6 +198,93 @@ def test_bands_have_the_loss_and_the_gradient_of_the_globe(ranks: int) -> None:
         torch.testing.assert_close(together, gradient, rtol=1e-11, atol=1e-14)
 
 
+WORLD = Grid(LATITUDE, np.arange(COLUMNS) * 360 / COLUMNS)
+SCALES = [0.0, 2500.0, 9000.0]  # km; the last reaches beyond the neighbours of a band
+ENSEMBLE = StandardLossConfig(
+    name="crps", alpha=0.9, scales=SCALES, variable_weight={"geopotential": 2.0}
+)
+
+
+def ensemble_fields() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Four members of each of two samples, the truth, and where it has values."""
+    draw = torch.Generator().manual_seed(8)
+    members = torch.randn(2, 4, 2, ROWS, COLUMNS, generator=draw, dtype=torch.float64)
+    target = torch.randn(2, 2, ROWS, COLUMNS, generator=draw, dtype=torch.float64)
+    return members, target, masked()
+
+
+def by_definition(with_points: bool) -> np.ndarray:
+    """The loss by channel: double loops over members, of means over points by their distances."""
+    members, target, valid = (x.numpy() for x in ensemble_fields())
+    valid = valid if with_points else np.ones_like(valid)
+    points = unit_vectors(*WORLD.points).reshape(3, -1)
+    distance = np.arccos((points.T @ points).clip(-1, 1)) * EARTH_RADIUS / 1000
+    np.fill_diagonal(distance, 0)
+    scores = np.zeros(2)
+    for c, radius in product(range(2), SCALES):
+        area = (WORLD.weights[:, None] * valid[c]).flatten()
+        near = (distance <= radius) if radius else np.eye(len(area))
+
+        def mean(fields: np.ndarray, near: np.ndarray = near, area: np.ndarray = area):
+            total = (near @ area).clip(min=1e-9)
+            return (fields.reshape(*fields.shape[:-2], -1) * area) @ near.T / total
+
+        truth, each = mean(target[:, c]), mean(members[:, :, c])
+        error = np.abs(each - truth[:, None]).mean(1)
+        pairs = np.abs(each[:, :, None] - each[:, None]).sum((1, 2)) / 2
+        score = error - pairs * (0.9 / (4 * 3) + 0.1 / 16)
+        scale = SCALE[c].item() * len(SCALES)
+        scores[c] += (score @ area).mean() / area.sum() / scale
+    return scores * np.array([2, 1]) / 3
+
+
+def ensemble_share(
+    manager: DomainParallelManager, with_points: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """This rank's part of the loss by channel, and the gradient of its members' bands."""
+    rows = manager.rows(ROWS)
+    members, target, valid = ensemble_fields()
+    points = None
+    if with_points:
+        target[:, ~valid] = float("nan")
+        points = ValidPoints(valid[:, rows], manager.transport.all_reduce)
+    loss = build_loss(ENSEMBLE, CHANNELS, WORLD, rows, SCALE, points, manager)
+    count = 4 // manager.ensemble_parallel_size
+    own = members[:, manager.ensemble_rank * count :][:, :count, :, rows].clone().requires_grad_()
+    parts = loss.by_channel(own.flatten(0, 1), target[:, :, rows])
+    parts.sum().backward()
+    assert own.grad is not None
+    return parts.detach(), own.grad
+
+
+@pytest.mark.parametrize("with_points", [False, True])
+def test_area_means_of_members_have_the_loss_of_the_definition(with_points: bool) -> None:
+    found, _ = ensemble_share(alone(), with_points)
+    assert found.numpy() == pytest.approx(by_definition(with_points), rel=1e-12)
+
+
+@pytest.mark.parametrize("ranks", PROCESSES)
+def test_area_means_are_the_same_on_uneven_bands(ranks: int) -> None:
+    for with_points in (False, True):
+        whole, gradient = ensemble_share(alone(), with_points)
+        found = on_threads(ranks, ensemble_share, with_points)
+        torch.testing.assert_close(sum(part for part, _ in found), whole, rtol=1e-12, atol=0)
+        together = torch.cat([part for _, part in found], dim=3)
+        torch.testing.assert_close(together, gradient, rtol=1e-11, atol=1e-15)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("domain", [1, pytest.param(2, marks=pytest.mark.exhaustive)])
+def test_area_means_are_the_same_if_ranks_share_members(domain: int) -> None:
+    """With four ranks for two channels, some have no channel to score."""
+    whole, gradient = ensemble_share(alone(), True)
+    sizes = {"domain": domain, "ensemble": 4 // domain}
+    found = on_processes(4, ensemble_share, True, **sizes)
+    torch.testing.assert_close(sum(part for part, _ in found), whole, rtol=1e-12, atol=0)
+    bands = [torch.cat([x for _, x in found[i::domain]], dim=1) for i in range(domain)]
+    torch.testing.assert_close(torch.cat(bands, dim=3), gradient, rtol=1e-11, atol=1e-15)
+
+
 @pytest.mark.slow
 def test_the_gradient_of_all_errors_is_right() -> None:
     forecast, target = fields()
@@ -221,6 +309,12 @@ def test_wrong_keys_are_refused() -> None:
         ({"sphere_spectrum": float("nan")}, r"loss\.sphere_spectrum: .* at least 0, got nan"),
         ({"sphere_error": "phase"}, r"loss\.sphere_error: .*amplitude, amse, got 'phase'"),
         ({"variable_error": {"rain": "ame"}}, r"loss\.variable_error\.rain: .*mse, mae, huber"),
+        ({"scales": [0, 500]}, r"^loss\.scales: needs loss=crps, got \[0, 500\] with loss=mse"),
+        ({"name": "crps", "scales": [500, 0]}, r"^loss\.scales: needs radii that rise, .*\[500, 0"),
+        ({"name": "crps", "scales": [0, 0]}, r"^loss\.scales: needs radii that rise, got \[0, 0\]"),
+        ({"name": "crps", "scales": [-1]}, r"^loss\.scales: .* from 0 to 20004, got -1"),
+        ({"name": "crps", "scales": [0, 20005]}, r"^loss\.scales: .* from 0 to 20004, got 20005"),
+        ({"name": "crps", "scales": []}, r"^loss\.scales: needs at least one entry"),
     ):
         with pytest.raises(UserError, match=said):
             StandardLossConfig(**options)
@@ -238,3 +332,7 @@ def test_unknown_variables_and_other_rows_are_refused() -> None:
     for key in ("spectrum", "sphere_spectrum"):
         with pytest.raises(UserError, match=rf"^loss\.{key}: a global grid .*Set loss\.{key}=0\.$"):
             build_loss(StandardLossConfig(**{key: 1.0}), CHANNELS, region, slice(0, ROWS), SCALE)
+    with pytest.raises(
+        UserError, match=r"^loss\.scales: a global grid .*Set loss\.scales=\[0\]\.$"
+    ):
+        build_loss(ENSEMBLE, CHANNELS, region, slice(0, ROWS), SCALE)

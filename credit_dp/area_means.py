@@ -45,24 +45,25 @@ def window_widths(latitude: Vector, rows: slice, columns: int, radius: float) ->
 
 
 @final
-class AreaMeans:
-    """Averages fields, weighted by area, over all points within a distance of each point.
+class NeighbourhoodSums:
+    """Adds up fields, weighted by area, over all points within a distance of each point.
 
-    Points without values are left out. The table of coefficients has for each output row about
-    `(32 + 2 radius / distance of rows) (W / 2 + 1)` numbers: at 721 x 1440 points and in float32
-    140 MB for 500 km, 220 MB for 1000 km and 370 MB for 2000 km.
+    Its table of coefficients has for each output row about `(32 + 2 radius / distance of rows)
+    (W / 2 + 1)` numbers: at 721 x 1440 points in float32 140 MB for 500 km, 220 MB for 1000 km.
 
     Args:
         latitude: of all rows of the globe, in degrees, `(H,)`, whose columns are evenly spaced.
-        areas: weight of each row, `(H,)`; only ratios matter.
-        rows: of the means, at least one.
+        areas: weight of each row, `(H,)`.
+        rows: of the sums, at least one.
         radius: in km.
-        valid: `(C, n, W)`, 1 where fields have values, else 0, on the n rows
-            `rows_within(latitude, rows, radius)`; None: everywhere.
         like: has the device and the dtype of fields.
 
+    Attributes:
+        own: which of the n rows `rows_within(latitude, rows, radius)` are `rows`.
+        area: the sums of a field of ones, `(h, 1)`.
+
     Shapes:
-        fields `(..., C, n, W)`, 0 where there are no values -> `(..., C, h, W)`, 0 there as well.
+        `(..., C, n, W)` -> `(..., C, h, W)`.
     """
 
     def __init__(
@@ -72,34 +73,20 @@ class AreaMeans:
         rows: slice,
         columns: int,
         radius: float,
-        valid: Tensor | None,
         like: Tensor,
     ) -> None:
         needed = rows_within(latitude, rows, radius)
         widths = window_widths(latitude, rows, columns, radius)[:, needed]
+        self.own = slice(rows.start - needed.start, rows.stop - needed.start)
+        self.area = torch.from_numpy(widths @ areas[needed])[:, None].to(like)
         self._columns = columns
         self._tables = [
             window_table(widths[first : first + BLOCK_ROWS], areas[needed], columns, like)
             for first in range(0, len(widths), BLOCK_ROWS)
         ]
-        self._missing = None
-        area = torch.from_numpy(widths @ areas[needed])[:, None].to(like)
-        if valid is not None:
-            own = slice(rows.start - needed.start, rows.stop - needed.start)
-            self._missing = valid[:, own] == 0
-            # Not 0 far from any value: the gradient of a quotient there would be NaN.
-            area = self._sums(valid.to(like)).masked_fill(self._missing, 1)
-        self._area = area
 
-    def __call__(self, fields: Tensor, channels: slice = slice(None)) -> Tensor:
-        """Return the means, given these of the channels that `valid` has."""
-        if self._missing is None:
-            return self._sums(fields) / self._area
-        means = self._sums(fields) / self._area[channels]
-        return means.masked_fill(self._missing[channels], 0)
-
-    def _sums(self, fields: Tensor) -> Tensor:
-        """Return the sums, weighted by area: `(..., n, W)` -> `(..., h, W)`."""
+    def __call__(self, fields: Tensor) -> Tensor:
+        """Return the sums."""
         waves = torch.view_as_real(torch.fft.rfft(fields.flatten(0, -3)))  # (N, n, K, 2)
         by_wave = waves.permute(2, 1, 0, 3).flatten(2)  # (K, n, 2 N)
         parts = [table @ by_wave[:, span] for span, table in self._tables]
@@ -107,6 +94,37 @@ class AreaMeans:
         waves = sums.view(*sums.shape[:2], len(waves), 2).permute(2, 1, 0, 3)
         rows: Tensor = torch.fft.irfft(torch.view_as_complex(waves.contiguous()), n=self._columns)
         return rows.view(*fields.shape[:-2], *rows.shape[1:])
+
+
+@final
+class AreaMeans:
+    """Averages fields, weighted by area, over all points within a distance of each point.
+
+    Points without values are left out.
+
+    Args:
+        valid: `(C, n, W)`, true where fields have values on the rows that the sums need; None:
+            everywhere.
+
+    Shapes:
+        fields `(..., C, n, W)`, 0 where there are no values -> `(..., C, h, W)`, 0 there as well.
+    """
+
+    def __init__(self, sums: NeighbourhoodSums, valid: Tensor | None = None) -> None:
+        self._sums = sums
+        self._missing = None
+        self._area = sums.area
+        if valid is not None:
+            self._missing = ~valid[:, sums.own]
+            # Not 0 far from any value: the gradient of a quotient there would be NaN.
+            self._area = sums(valid.to(sums.area.dtype)).masked_fill(self._missing, 1)
+
+    def __call__(self, fields: Tensor, channels: slice = slice(None)) -> Tensor:
+        """Return the means, given these of the channels that `valid` has."""
+        if self._missing is None:
+            return self._sums(fields) / self._area
+        means = self._sums(fields) / self._area[channels]
+        return means.masked_fill(self._missing[channels], 0)
 
 
 def window_table(

@@ -5,7 +5,7 @@ import pytest
 import torch
 from numpy.polynomial import legendre
 
-from credit_dp.area_means import AreaMeans, rows_within
+from credit_dp.area_means import AreaMeans, NeighbourhoodSums, rows_within
 from credit_dp.data.grid import Grid, unit_vectors
 from credit_dp.sphere import EARTH_RADIUS
 
@@ -24,7 +24,8 @@ def averaged(grid: Grid, rows: slice, radius: float, fields: np.ndarray, valid: 
     needed = rows_within(grid.latitude, rows, radius)
     like = torch.zeros((), dtype=torch.float64)
     mask = None if valid is None else torch.from_numpy(valid[:, needed])
-    means = AreaMeans(grid.latitude, grid.weights, rows, grid[1], radius, mask, like)
+    sums = NeighbourhoodSums(grid.latitude, grid.weights, rows, grid[1], radius, like)
+    means = AreaMeans(sums, mask)
     return means(torch.from_numpy(fields[..., needed, :])).numpy()
 
 

@@ -4,7 +4,8 @@
 is computed. `ScoreSums` accumulates them for a stored forecast (`score`) and for the forecasts of
 a run (`held_out`); both pass their fields as `ScoredFields`. To add a metric, add an entry to
 `METRICS`; a score that no accumulator of `metrics` computes needs one there. `score` computes those
-without an accumulator itself: the wind vector's error from that of its components, and SEEPS.
+without an accumulator itself: the wind vector's error from that of its components, SEEPS, and the
+CRPS of area means.
 """
 
 from abc import ABC, abstractmethod
@@ -37,6 +38,7 @@ FORECAST, PERSISTENCE, CLIMATOLOGY, TRUTH = "forecast", "persistence", "climatol
 BASELINES = (PERSISTENCE, CLIMATOLOGY)
 SOURCES = (FORECAST, *BASELINES)  # what is compared with the truth
 SPECTRA_SOURCES = (FORECAST, TRUTH)
+CRPS_SCALES = (500, 1000)  # km
 
 
 class Better(Enum):
@@ -240,6 +242,8 @@ class Metric:
         sources: the fields that it is computed for, the forecast first.
         root: whether it is the root of a mean over initial times.
         ensemble: whether it needs members, so that single forecasts do not have it.
+        scale: radius in km of the neighbourhoods whose means are scored, on global grids only; 0:
+            points are.
         may_be_undefined: whether NaN is a valid value.
         in_terminal: whether `evaluate` and `compare` print it. They write every metric to files.
         in_runs: whether it is a final score of training runs, too, and one of their validation.
@@ -259,6 +263,7 @@ class Metric:
     unit: Callable[[str], str] = channel_unit
     root: bool = False
     ensemble: bool = False
+    scale: int = 0
     may_be_undefined: bool = False
     in_terminal: bool = False
     in_runs: bool = False
@@ -358,6 +363,18 @@ METRICS: dict[str, Metric] = {
             accumulator=over_area(FairCRPS),
             inputs=lambda fields, source: (fields.members(source), fields.truth),
             in_ensemble_runs=True,
+        ),
+        *(
+            Metric(
+                name=f"crps_{scale}km",
+                label=f"CRPS, {scale} km",
+                title=f"CRPS of means over {scale} km",
+                explanation=f"The fair CRPS of means over all points at most {scale} km away.",
+                better=Better.SMALLER,
+                ensemble=True,
+                scale=scale,
+            )
+            for scale in CRPS_SCALES
         ),
         Metric(
             name="energy_score",

@@ -16,10 +16,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from credit_dp.area_means import AreaMeans, NeighbourhoodSums
 from credit_dp.data.cache import ProgressCallback
 from credit_dp.data.calendar import Times
 from credit_dp.data.channels import Channel
-from credit_dp.data.grid import GLOBAL, REGIONS, FieldArray, check_regions
+from credit_dp.data.grid import GLOBAL, REGIONS, FieldArray, Grid, check_regions
 from credit_dp.data.sources.address import redact_secrets
 from credit_dp.data.sources.source import as_slice
 from credit_dp.data.store import Store
@@ -60,10 +61,13 @@ from credit_dp.evaluation.metric_table import (
 )
 from credit_dp.evaluation.metrics import (
     LATITUDE_BANDS,
+    MEMBER_DIM,
     REGION_BAND,
     AreaMean,
     ErrorMapAccumulator,
+    FairCRPS,
     Index,
+    MeanAccumulator,
     PowerSpectra,
     RankHistogram,
     RegionSpectra,
@@ -226,6 +230,7 @@ class VariableScores:
     Args:
         sizes: number of initial times, of lead times and of channels.
         regions: the points of the globe and of each region, by name; the globe is the first.
+        neighbourhoods: sums whose means are scored, by the name of the metric.
         points: points with values; None: all points have values.
         seeps_points: points `(H, W)` that SEEPS is averaged over; None: the variable has none.
     """
@@ -236,6 +241,7 @@ class VariableScores:
         members: int,
         truth: Store,
         regions: Mapping[str, RegionPoints],
+        neighbourhoods: Mapping[str, NeighbourhoodSums],
         points: ValidPoints | None,
         seeps_points: Tensor | None = None,
     ) -> None:
@@ -243,7 +249,11 @@ class VariableScores:
         metrics = [metric for metric in METRICS.values() if members > 1 or not metric.ensemble]
         self._regions = regions
         self._scores: dict[str, ScoreSums] = {}
-        self._seeps: dict[str, AreaMean] = {}
+        # By region and name, of metrics that `ScoreSums` does not compute.
+        self._others: dict[str, dict[str, MeanAccumulator]] = {}
+        self._points = points
+        valid = None if points is None else points.valid
+        self._area_means = {name: AreaMeans(sums, valid) for name, sums in neighbourhoods.items()}
         # By region and metric: the means of each initial time, `(sources, times, leads, C)`.
         self._means: dict[str, dict[str, Tensor]] = {}
         for name, region in regions.items():
@@ -251,16 +261,20 @@ class VariableScores:
             # Sums of one initial time, which `end_initial_time` takes before the next.
             extent = Extent(region.weights, inside, samples=1, members=members)
             self._scores[name] = ScoreSums(metrics, shape, extent)
+            self._others[name] = {
+                metric: FairCRPS((len(SOURCES), *shape), region.weights, inside)
+                for metric in self._area_means
+            }
             if seeps_points is not None:
                 scored = ValidPoints(region.select(seeps_points)[None])
-                self._seeps[name] = AreaMean((len(SOURCES), *shape), region.weights, scored)
+                self._others[name]["seeps"] = AreaMean(
+                    (len(SOURCES), *shape), region.weights, scored
+                )
             self._means[name] = {
                 metric.name: empty_means(len(metric.sources), sizes)
                 for metric in metrics
-                if metric.accumulator is not None
+                if metric.accumulator is not None or metric.name in self._others[name]
             }
-            if seeps_points is not None:
-                self._means[name]["seeps"] = empty_means(len(SOURCES), sizes)
         powers = (len(SPECTRA_SOURCES), *shape)
         self._spectra: PowerSpectra
         if truth.grid.is_periodic:
@@ -278,24 +292,41 @@ class VariableScores:
         """
         for name, region in self._regions.items():
             self._scores[name].add(leads, fields if name == GLOBAL else fields.within(region))
+        if self._area_means:
+            self._add_area_means(leads, fields)
         for index, source in enumerate(SPECTRA_SOURCES):
             self._spectra.add((index, leads), fields.members(source)[0])
         if self._ranks is not None:
             self._ranks.add((leads,), fields.members(FORECAST), fields.truth)
 
+    def _add_area_means(self, leads: slice, fields: StoredFields) -> None:
+        members = [fields.members(source) for source in SOURCES]
+        counts = [source.shape[MEMBER_DIM] for source in members]
+        errors = torch.cat(members, dim=MEMBER_DIM) - fields.truth.unsqueeze(MEMBER_DIM)
+        if self._points is not None:
+            errors = self._points.zero_invalid(errors)
+        for metric, mean in self._area_means.items():
+            # Errors of means are means of errors: of all sources at once, with a truth of 0.
+            averaged = mean(errors)
+            for name, region in self._regions.items():
+                parts = torch.split(region.select(averaged), counts, MEMBER_DIM)
+                for index, part in enumerate(parts):
+                    truth = torch.zeros_like(part[:, 0])
+                    self._others[name][metric].add((index, leads), part, truth)
+
     def add_seeps(self, source: int, leads: slice, scores: Tensor) -> None:
         """Add SEEPS of one source from one initial time, `(leads, 1, H, W)`."""
         for name, region in self._regions.items():
-            self._seeps[name].add((source, leads), region.select(scores)[None])
+            self._others[name]["seeps"].add((source, leads), region.select(scores)[None])
 
     def end_initial_time(self, time: int, leads: slice, manager: DomainParallelManager) -> None:
         """Complete these lead times of the initial time with this index; collective."""
         for region, sums in self._scores.items():
             means = sums.take_means(manager, leads)
-            if region in self._seeps:
-                index = (slice(None), leads)
-                means["seeps"] = self._seeps[region].mean(manager, index)
-                self._seeps[region].clear(index)
+            index = (slice(None), leads)
+            for name, other in self._others[region].items():
+                means[name] = other.mean(manager, index)
+                other.clear(index)
             for name, mean in means.items():
                 self._means[region][name][:, time, leads] = mean
 
@@ -316,6 +347,21 @@ class VariableScores:
             scores[region] = {**means, **sums.finish(means)}
         ranks = None if self._ranks is None else self._ranks.result(manager)
         return VariableResult(scores, self._means, self._spectra.result(manager), ranks)
+
+
+def neighbourhood_sums(grid: Grid, members: int) -> dict[str, NeighbourhoodSums]:
+    """Return the sums whose means metrics of ensembles score, by name; none on regions."""
+    if members == 1 or not grid.is_global:
+        return {}
+    like = torch.zeros((), dtype=torch.float64)
+    rows = slice(0, grid[0])
+    return {
+        metric.name: NeighbourhoodSums(
+            grid.latitude, grid.weights, rows, grid[1], metric.scale, like
+        )
+        for metric in METRICS.values()
+        if metric.scale
+    }
 
 
 def empty_means(sources: int, sizes: tuple[int, int, int]) -> Tensor:
@@ -475,6 +521,7 @@ class Scorer:
         # Each variable is scored in runs of channels of at most `STEP_BYTES`: (channels, scores).
         self._scores: dict[str, list[tuple[slice, VariableScores]]] = {}
         self._seeps: dict[str, SeepsClimate] = {}
+        neighbourhoods = neighbourhood_sums(truth.grid, aligned.forecast.members)
         count = max(1, STEP_BYTES // (8 * aligned.forecast.members * truth.grid[0] * truth.grid[1]))
         for name, span in variable_slices(channels).items():
             seeps_points = self._open_seeps(span, request, report)
@@ -485,7 +532,9 @@ class Scorer:
                 points = ValidPoints.of(valid, regions[GLOBAL].weights)
                 sizes = (len(self._times), leads, part.stop - part.start)
                 members = aligned.forecast.members
-                scores = VariableScores(sizes, members, truth, regions, points, seeps_points)
+                scores = VariableScores(
+                    sizes, members, truth, regions, neighbourhoods, points, seeps_points
+                )
                 within = slice(part.start - span.start, part.stop - span.start)
                 self._scores[name].append((within, scores))
         self._events = self._open_events(request, regions, report)

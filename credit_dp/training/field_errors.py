@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from credit_dp.area_means import AreaMeans, rows_within
+from credit_dp.area_means import AreaMeans, NeighbourhoodSums, rows_within
 from credit_dp.config import LossConfig
 from credit_dp.data.grid import Grid
 from credit_dp.data.valid_points import ValidPoints
@@ -88,9 +88,11 @@ def build_area_means(
     def fetch(band: Tensor) -> Tensor:
         return fetch_band(band, exchange, manager.transport)
 
-    valid = None if points is None else fetch(points.valid.to(like.dtype))
     rows = manager.rows(grid[0])
-    means = AreaMeans(grid.latitude, grid.weights, rows, grid[1], radius, valid, like)
+    sums = NeighbourhoodSums(grid.latitude, grid.weights, rows, grid[1], radius, like)
+    # The mask of fetched rows is their owners'.
+    valid = None if points is None else fetch(points.valid.to(like.dtype)) > 0
+    means = AreaMeans(sums, valid)
 
     def average(fields: Tensor, channels: slice) -> Tensor:
         # A rank that shares members with more ranks than there are channels may have none.

@@ -9,10 +9,10 @@ import pytest
 import xarray as xr
 
 from credit_dp.data.channels import Channel
-from credit_dp.data.grid import Grid
+from credit_dp.data.grid import Grid, unit_vectors
 from credit_dp.evaluation import score as evaluation_score
 from credit_dp.evaluation.maps import MapGrid
-from credit_dp.evaluation.metric_table import METRICS
+from credit_dp.evaluation.metric_table import CRPS_SCALES, METRICS
 from credit_dp.evaluation.metrics import ErrorMap
 from credit_dp.evaluation.score_folder import (
     region_tables,
@@ -21,6 +21,7 @@ from credit_dp.evaluation.score_folder import (
     scorecard_page,
 )
 from credit_dp.evaluation.scorecard import Scorecard
+from credit_dp.sphere import EARTH_RADIUS
 from tests.data import region_stores
 from tests.evaluation import forecasts
 from tests.evaluation.forecasts import refusal, scored, without_members
@@ -34,9 +35,28 @@ SHORT = {"geopotential": "z", "temperature": "t", "2m_temperature": "t2m"}
 def globe(array: xr.DataArray) -> xr.DataArray:
     """The mean by area, from the edges of cells."""
     latitude = array["latitude"].values
+    area = xr.DataArray(globe_area(latitude), dims="latitude", coords=[latitude])
+    return array.weighted(area).mean(GRID)
+
+
+def globe_area(latitude: np.ndarray) -> np.ndarray:
+    """The areas of rows from pole to pole, from north to south."""
     edges = np.concatenate([[90.0], (latitude[1:] + latitude[:-1]) / 2, [-90.0]])
-    area = abs(np.diff(np.sin(np.deg2rad(edges))))
-    return array.weighted(xr.DataArray(area, dims="latitude", coords=[latitude])).mean(GRID)
+    return abs(np.diff(np.sin(np.deg2rad(edges))))
+
+
+def area_mean(errors: xr.DataArray, km: float) -> xr.DataArray:
+    """The means over all points with a value at most so many km away on the sphere."""
+    latitude, longitude = np.meshgrid(*(errors[dim] for dim in GRID), indexing="ij")
+    points = unit_vectors(latitude, longitude).reshape(3, -1)
+    distance = np.arccos((points.T @ points).clip(-1, 1)) * EARTH_RADIUS / 1000
+    area = globe_area(errors["latitude"].values)[:, None] + 0 * longitude
+    weights = np.where(distance <= max(km, 1), area.flatten(), 0)
+    values = errors.transpose(..., *GRID)
+    flat = values.values.reshape(*values.shape[:-2], -1)
+    valid = np.isfinite(flat)
+    means = (np.where(valid, flat, 0) @ weights.T) / np.maximum(valid @ weights.T, 1e-12)
+    return values.copy(data=np.where(valid, means, np.nan).reshape(values.shape))
 
 
 def by_definition(
@@ -65,6 +85,14 @@ def by_definition(
     # A single member has no distance to others.
     fair = abs(made - truth).mean("number") - pairs / (2 * count * max(1, count - 1))
     found["crps"]["forecast"] = globe(fair).mean("time")
+    for km in CRPS_SCALES:
+        for of, field in fields.items():
+            error = area_mean((made if of == "forecast" else field) - truth, km)
+            score = abs(error)
+            if of == "forecast":
+                distances = abs(error - error.rename(number="other")).sum(["number", "other"])
+                score = score.mean("number") - distances / (2 * count * max(1, count - 1))
+            found[f"crps_{km}km"][of] = globe(score).mean("time")
     for of, field in fields.items():
         found["energy_score"][of] = np.sqrt(globe((field - truth) ** 2)).mean("time")
     skill = np.sqrt(globe((made - truth) ** 2)).mean("number")
@@ -215,6 +243,42 @@ def test_points_without_values_are_left_out(tmp_path: Path) -> None:
             one = wanted[name][of].values
             assert card.scores[name][source, :, 0] == pytest.approx(one, rel=1e-12, abs=1e-9)
     assert "masked=[2m_temperature]" in refusal(tmp_path, path)
+
+
+def test_area_means_leave_out_points_without_values_and_know_their_regions(tmp_path: Path) -> None:
+    """On rows 625 km apart, with neighbours beyond the edges of a region."""
+    observed = forecasts.truth(rows=33, columns=16)
+    normals = forecasts.climatology(observed)[["2m_temperature"]]
+    observed = observed[["2m_temperature"]]
+    made = forecasts.forecast(observed, members=3)
+    inside = xr.DataArray(np.random.default_rng(3).random((33, 16)) > 0.3, dims=GRID)
+    forecasts.write(normals, tmp_path / "climatology.zarr")
+    for name, data in (("truth", observed), ("f", made)):
+        forecasts.write(data.where(inside), tmp_path / f"{name}.zarr")
+    regions, path = ("tropics", "europe"), tmp_path / "f.zarr"
+    card = scored(tmp_path, path, masked=("2m_temperature",), regions=regions)
+    observed, made, normals = (
+        x["2m_temperature"].astype("f8").where(inside) for x in (observed, made, normals)
+    )
+    wanted = by_definition(made, observed, normals)
+    valid = made["time"] + made["prediction_timedelta"]
+    error = made - observed.sel(time=valid).assign_coords(time=made["time"])
+    for km in CRPS_SCALES:
+        name = f"crps_{km}km"
+        for source, of in enumerate(METRICS[name].sources):
+            found = card.scores[name][source, :, 0]
+            assert found == pytest.approx(wanted[name][of].values, rel=1e-12), (km, of)
+        mean = area_mean(error, km).sortby("latitude")
+        pairs = abs(mean - mean.rename(number="other")).sum(["number", "other"], skipna=False)
+        score = abs(mean).mean("number", skipna=False) - pairs / 12
+        area = xr.DataArray(globe_area(observed["latitude"].values)[::-1], dims="latitude")
+        area = area.assign_coords(latitude=score["latitude"]) * xr.ones_like(score["longitude"])
+        for region in regions:
+            one = boxes(region, score).weighted(boxes(region, area)).mean(GRID).mean("time").values
+            assert card.regions[region][name][0, :, 0] == pytest.approx(one, rel=1e-12), region
+    assert np.all(card.scores["crps_1000km"][0, 1:] < 0.7 * card.scores["crps"][0, 1:])
+    assert any(",crps_500km,forecast," in line for line in card.to_csv().splitlines())
+    assert '<table id="crps_1000km">' in scorecard_page(card)
 
 
 def test_points_that_lack_one_scored_value_are_left_out(tmp_path: Path) -> None:
@@ -449,13 +513,17 @@ def test_regions_are_those_of_weatherbench(tmp_path: Path, west: int) -> None:
     area = xr.DataArray(np.diff(np.sin(bounds)), dims="latitude", coords=[made["latitude"]])
     for region, scores in card.regions.items():
         weights = boxes(region, area * xr.ones_like(made["longitude"]))
-        errors = {}
+        errors, variances = {}, {}
         for name in WINDS:
             square = ((mean[name] - truth[name]) ** 2).sortby("latitude")
             errors[name] = boxes(region, square).weighted(weights).mean(GRID).mean("time")
+            variance = boxes(region, made[name].var("number", ddof=1))
+            variances[name] = variance.weighted(weights).mean(GRID).mean("time")
         for c, channel in enumerate(card.channels):
             mse = errors[channel.variable].sel(level=channel.level).values
             assert scores["rmse"][0, :, c] == pytest.approx(np.sqrt(mse), rel=1e-12)
+            variance = variances[channel.variable].sel(level=channel.level).values
+            assert scores["spread"][0, :, c] == pytest.approx(np.sqrt(variance), rel=1e-12)
             both = sum(error.sel(level=channel.level) for error in errors.values())
             wind = scores["wind_vector_rmse"][0, :, c]
             if channel.variable == "u_component_of_wind":
@@ -465,7 +533,7 @@ def test_regions_are_those_of_weatherbench(tmp_path: Path, west: int) -> None:
     rows = card.to_csv().splitlines()
     levels = observed.sizes["level"]
     assert sum("wind_vector_rmse" in row for row in rows) == 6 * levels * 3 * 3
-    assert sum(row.endswith(",arctic") for row in rows) == levels * 3 * (len(WINDS) * 17 + 3)
+    assert sum(row.endswith(",arctic") for row in rows) == levels * 3 * (len(WINDS) * 23 + 3)
     tables = region_tables(card, "europe")
     assert [table.identifier for table in tables] == ["rmse-europe", "acc-europe"]
     wind = score_table(card, "wind_vector_rmse", card.scores["wind_vector_rmse"], "")

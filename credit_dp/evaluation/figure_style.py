@@ -27,6 +27,7 @@ SOURCE_LINES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "persistence": {"color": "#c2571a", "linestyle": "--"},
         "climatology": {"color": "#5f6b6d", "linestyle": ":", "linewidth": 2.0},
         "truth": {"color": "#111111", "linestyle": "-."},
+        "mean": {"color": "#2e8b57", "linestyle": "--"},
         "error of the mean": {"color": "#111111", "linestyle": "-."},
     }
 )

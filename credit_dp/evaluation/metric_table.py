@@ -38,6 +38,9 @@ FORECAST, PERSISTENCE, CLIMATOLOGY, TRUTH = "forecast", "persistence", "climatol
 BASELINES = (PERSISTENCE, CLIMATOLOGY)
 SOURCES = (FORECAST, *BASELINES)  # what is compared with the truth
 SPECTRA_SOURCES = (FORECAST, TRUTH)
+MEAN, SPREAD, ERROR = "mean", "spread", "error"
+# Of an ensemble: the power of its mean, of the members about it, and of its error, too.
+ENSEMBLE_SPECTRA_SOURCES = (*SPECTRA_SOURCES, MEAN, SPREAD, ERROR)
 CRPS_SCALES = (500, 1000)  # km
 
 

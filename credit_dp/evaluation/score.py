@@ -5,6 +5,7 @@ climatology, `Scorer` sums the scores of `metric_table` over the globe and each 
 spectra and rank histograms of each variable. Memory is bounded by one block's window and the sums.
 """
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
@@ -47,11 +48,15 @@ from credit_dp.evaluation.forecast_store import ForecastStore
 from credit_dp.evaluation.maps import MapGrid, planet_of
 from credit_dp.evaluation.metric_table import (
     CLIMATOLOGY,
+    ENSEMBLE_SPECTRA_SOURCES,
+    ERROR,
     FORECAST,
+    MEAN,
     METRICS,
     PERSISTENCE,
     SOURCES,
     SPECTRA_SOURCES,
+    SPREAD,
     TRUTH,
     Extent,
     ScoredFields,
@@ -173,6 +178,20 @@ class StoredFields(ScoredFields):
         """Return a source minus the climatology, `(1, leads, C, h, W)`."""
         return (self._fields[source] - self._fields[CLIMATOLOGY])[None]
 
+    def with_spectrum(self, source: str) -> Tensor:
+        """Return the fields whose power is averaged, `(B, leads, C, h, W)`.
+
+        Those of the spread are scaled so that their mean square is the unbiased variance.
+        """
+        if source == MEAN:
+            return self._fields[FORECAST][None]
+        if source == ERROR:
+            return self.error(FORECAST)
+        if source == SPREAD:
+            count = len(self._members)
+            return (self._members - self._fields[FORECAST]) * math.sqrt(count / (count - 1))
+        return self.members(source)[0]
+
 
 Indexer = slice | Tensor  # of one dim
 
@@ -224,7 +243,7 @@ def to_indexer(indices: NDArray[np.intp]) -> Indexer:
 class VariableScores:
     """Accumulates all scores, spectra and the rank histogram of the C levels of a variable.
 
-    Spectra of an ensemble are those of its members, as in WeatherBench 2. Of each initial time the
+    The forecast's spectra are those of its members, as in WeatherBench 2. Of each initial time the
     means over the globe and each region are kept.
 
     Args:
@@ -275,7 +294,8 @@ class VariableScores:
                 for metric in metrics
                 if metric.accumulator is not None or metric.name in self._others[name]
             }
-        powers = (len(SPECTRA_SOURCES), *shape)
+        self._spectra_sources = ENSEMBLE_SPECTRA_SOURCES if members > 1 else SPECTRA_SOURCES
+        powers = (len(self._spectra_sources), *shape)
         self._spectra: PowerSpectra
         if truth.grid.is_periodic:
             self._spectra = ZonalSpectra(powers, truth.grid, slice(None), points)
@@ -294,8 +314,8 @@ class VariableScores:
             self._scores[name].add(leads, fields if name == GLOBAL else fields.within(region))
         if self._area_means:
             self._add_area_means(leads, fields)
-        for index, source in enumerate(SPECTRA_SOURCES):
-            self._spectra.add((index, leads), fields.members(source)[0])
+        for index, source in enumerate(self._spectra_sources):
+            self._spectra.add((index, leads), fields.with_spectrum(source))
         if self._ranks is not None:
             self._ranks.add((leads,), fields.members(FORECAST), fields.truth)
 
@@ -485,7 +505,8 @@ class VariableResult:
     Attributes:
         scores: by region and metric, `(sources, leads, C)`; SEEPS only of precipitation.
         means: the same of each initial time, before any root: `(sources, times, leads, C)`.
-        spectra: of forecast and truth, `(2, leads, C, K, N)`, see `PowerSpectra`.
+        spectra: of `SPECTRA_SOURCES`, of ensembles of `ENSEMBLE_SPECTRA_SOURCES`, `(sources, leads,
+            C, K, N)`, see `PowerSpectra`.
         ranks: frequencies of the truth's ranks, `(leads, C, M + 1)`; None without an ensemble.
     """
 

@@ -33,9 +33,13 @@ from credit_dp.evaluation.figure_style import (
 from credit_dp.evaluation.map_plots import draw_error_maps
 from credit_dp.evaluation.metric_table import (
     BASELINES,
+    ERROR,
     FORECAST,
+    MEAN,
     METRICS,
     SPECTRA_SOURCES,
+    SPREAD,
+    TRUTH,
     Better,
     Metric,
     panel_name,
@@ -48,7 +52,10 @@ from credit_dp.evaluation.score_plots import (
     draw_rank_histogram,
     draw_scores,
     draw_spectrum,
+    draw_spread_error,
     has_power,
+    last_wavenumber,
+    lowest_power,
     start_at_zero,
 )
 from credit_dp.evaluation.scorecard import (
@@ -106,10 +113,52 @@ def spectra_image(card: Scorecard, band: int) -> str:
     channels = [c for c in headline_indices(card.channels) if has_spectrum(card, c, band)]
     figure, panels = create_panels(len(channels))
     for axes, c in zip(panels, channels, strict=True):
-        powers = {source: card.spectra[s, -1, c, band] for s, source in enumerate(SPECTRA_SOURCES)}
-        draw_spectrum(axes, powers, card.channels[c].name, card.units[c], card.wavelength)
+        powers = powers_of(card, -1, c, band)
+        shown = {source: powers[source] for source in (*SPECTRA_SOURCES, MEAN) if source in powers}
+        draw_spectrum(axes, shown, card.channels[c].name, card.units[c], card.wavelength)
     add_legend(figure, panels)
     return figure_data_uri(figure, "svg")
+
+
+def powers_of(card: Scorecard, lead: int, channel: int, band: int) -> dict[str, Array]:
+    """Return the power of each source, `(N,)`."""
+    spectra = card.spectra[:, lead, channel, band]
+    return dict(zip(card.spectra_sources, spectra, strict=True))
+
+
+@figure_style()
+def spread_error_image(card: Scorecard, band: int) -> str:
+    """Return the ratio of an ensemble's spread and error by wavenumber, as `data:` URI.
+
+    A panel for each headline channel with spectra has some lead times.
+    """
+    channels = [c for c in headline_indices(card.channels) if has_spectrum(card, c, band)]
+    labels = [f"{card.hours[lead]} h" for lead in shown_leads(card)]
+    figure, panels = create_panels(len(channels), labels=labels)
+    for axes, c in zip(panels, channels, strict=True):
+        powers = [powers_of(card, lead, c, band) for lead in shown_leads(card)]
+        ratios = [spread_error_ratio(each, card.members) for each in powers]
+        draw_spread_error(
+            axes, dict(zip(labels, ratios, strict=True)), card.channels[c].name, card.wavelength
+        )
+    add_legend(figure, panels)
+    return figure_data_uri(figure, "svg")
+
+
+def spread_error_ratio(powers: Mapping[str, Array], members: int) -> Array:
+    """Return the root of spread over error by wavenumber, 1 for a reliable ensemble.
+
+    It ends where the truth does: beyond, a forecast has only noise, of which the mean has less.
+
+    Source: Fortin et al. 2014, "Why should ensemble spread match the RMSE of the ensemble mean?",
+    here for each wavenumber.
+    """
+    both = np.stack([powers[source] for source in SPECTRA_SOURCES])
+    lowest = lowest_power(both) if has_power(both) else None
+    end = 1 + last_wavenumber(powers[TRUTH], lowest or 0.0)
+    spread, error = powers[SPREAD][:end], powers[ERROR][:end]
+    ratio = np.full_like(error, np.nan)
+    return np.sqrt(np.divide((1 + 1 / members) * spread, error, out=ratio, where=error > 0))
 
 
 def has_spectrum(card: Scorecard, channel: int, band: int) -> bool:
@@ -380,11 +429,13 @@ class SpectraSection(NamedTuple):
 
     Attributes:
         image: `data:` URI; None if they could not be drawn.
+        spread_error: the same of the ratio of spread and error, of ensembles.
         without: headline channels that have no spectrum.
     """
 
     band: str
     image: str | None
+    spread_error: str | None
     without: list[str]
 
 
@@ -396,7 +447,11 @@ def spectra_by_band(card: Scorecard) -> list[SpectraSection]:
         without = [card.channels[c].name for c in channels if not has_spectrum(card, c, band)]
         if len(without) < len(channels):
             image = draw_or_warn(f"spectra of {name}", spectra_image, card, band)
-            sections.append(SpectraSection(name, image, without))
+            ratio = None
+            if SPREAD in card.spectra_sources:
+                title = f"spread over error of {name}"
+                ratio = draw_or_warn(title, spread_error_image, card, band)
+            sections.append(SpectraSection(name, image, ratio, without))
     return sections
 
 

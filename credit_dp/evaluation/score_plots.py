@@ -258,20 +258,9 @@ def draw_spectrum(
         power = spectrum[waves]
         positive = np.where(power > 0, power, np.nan)  # a logarithmic axis has no zero
         axes.plot(places, positive, label=source, **SOURCE_LINES[source])
-    axes.set_xscale("log")
     axes.set_yscale("log")
     axes.set_ylim(bottom=lowest)
-    # A tick takes as long to draw as a curve, and a logarithmic axis has hundreds by default.
-    if wavelength is None:
-        ticks = FixedLocator([k for k in WAVENUMBER_TICKS if k <= len(waves)])
-        axes.xaxis.set_major_locator(ticks)
-        axes.set_xlabel("zonal wavenumber")
-    else:
-        axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        axes.set_xlabel("wavelength (km)")
-        axes.invert_xaxis()
-    axes.xaxis.set_major_formatter("{x:g}")
-    axes.xaxis.set_minor_locator(NullLocator())
+    label_waves(axes, len(waves), wavelength)
     low, high = axes.get_ylim()
     if high > MIN_POWER_RATIO * low:  # otherwise powers of ten would be too few ticks
         axes.yaxis.set_major_locator(LogLocator(numticks=MAX_POWER_TICKS))
@@ -281,6 +270,36 @@ def draw_spectrum(
         axes.yaxis.set_major_formatter(NUMBER)
     axes.yaxis.set_minor_locator(NullLocator())
     axes.set_ylabel(power_label(unit, " m" if wavelength is None else ""))
+
+
+def label_waves(axes: Axes, waves: int, wavelength: float | None) -> None:
+    """Label the axis of wavenumbers from 1 on, or on a region of wavelengths."""
+    axes.set_xscale("log")
+    # A tick takes as long to draw as a curve, and a logarithmic axis has hundreds by default.
+    if wavelength is None:
+        axes.xaxis.set_major_locator(FixedLocator([k for k in WAVENUMBER_TICKS if k <= waves]))
+        axes.set_xlabel("zonal wavenumber")
+    else:
+        axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.set_xlabel("wavelength (km)")
+        axes.invert_xaxis()
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.xaxis.set_minor_locator(NullLocator())
+
+
+def draw_spread_error(
+    axes: Axes, ratios: Mapping[str, np.ndarray], name: str, wavelength: float | None = None
+) -> None:
+    """Draw the ratio of spread and error `(N,)` at several lead times by wavenumber, from 1 on."""
+    axes.axhline(1, color=REFERENCE, linewidth=0.8)
+    for number, (label, ratio) in enumerate(ratios.items()):
+        waves = np.arange(1, len(ratio))
+        places = waves if wavelength is None else wavelength / 1000 / waves
+        axes.plot(places, ratio[1:], label=label, color=series_colour(number))
+    label_waves(axes, max(map(len, ratios.values())) - 1, wavelength)
+    axes.set_ylim(bottom=0)
+    axes.set_title(title_text(name.replace("_", " ")))
+    axes.set_ylabel("spread / error")
 
 
 def has_power(spectrum: np.ndarray) -> bool:

@@ -26,11 +26,11 @@ from credit_dp.evaluation.events import EventResult
 from credit_dp.evaluation.maps import MapGrid
 from credit_dp.evaluation.metric_table import (
     CLIMATOLOGY,
+    ENSEMBLE_SPECTRA_SOURCES,
     FORECAST,
     METRICS,
     PERSISTENCE,
     SOURCES,
-    SPECTRA_SOURCES,
     TRUTH,
 )
 from credit_dp.evaluation.metrics import ErrorMap
@@ -286,7 +286,7 @@ class Scorecard:
         units: one for each channel; empty if unknown.
         grid: of the truth, with coasts for maps.
         scores: by name, `(sources, leads, C)` each, sources as in `metric_table.METRICS`.
-        spectra: of forecast and truth, `(2, leads, C, K, N)`, see `PowerSpectra`.
+        spectra: of `spectra_sources`, `(sources, leads, C, K, N)`, see `PowerSpectra`.
         bands: names of the K latitude bands, or of a region.
         regions: the scores of each region besides the globe, as `scores`.
         rank_histograms: how often the truth has each rank among M members, `(leads, C, M + 1)`;
@@ -320,6 +320,11 @@ class Scorecard:
     events: tuple[EventResult, ...] = ()
     boundary: int = 0
     wavelength: float | None = None
+
+    @property
+    def spectra_sources(self) -> tuple[str, ...]:
+        """Return what has spectra: forecast and truth, of an ensemble its mean and others, too."""
+        return ENSEMBLE_SPECTRA_SOURCES[: len(self.spectra)]
 
     def check(self) -> None:
         """Refuse scores that are not finite; scores that may be undefined may be NaN."""
@@ -396,15 +401,15 @@ class Scorecard:
         Those of a region have wavelengths, too.
         """
         waves = ("wavenumber",) if self.wavelength is None else ("wavenumber", "wavelength_km")
-        columns = ("variable", "level", "lead_hours", "band", *waves, *SPECTRA_SOURCES)
+        columns = ("variable", "level", "lead_hours", "band", *waves, *self.spectra_sources)
         return csv_text(columns, self._spectra_rows())
 
     def _spectra_rows(self) -> Iterator[Sequence[object]]:
         for c, channel in enumerate(self.channels):
             for lead, hours in enumerate(self.hours):
                 for band, name in enumerate(self.bands):
-                    for k, pair in enumerate(self.spectra[:, lead, c, band].T.tolist()):
-                        cells = [*map(csv_number, pair)]
+                    for k, powers in enumerate(self.spectra[:, lead, c, band].T.tolist()):
+                        cells = [*map(csv_number, powers)]
                         if self.wavelength is not None:
                             cells.insert(0, repr(self.wavelength / 1000 / k) if k else "")
                         yield (*name_and_level(channel), hours, name, k, *cells)

@@ -245,6 +245,43 @@ def test_points_without_values_are_left_out(tmp_path: Path) -> None:
     assert "masked=[2m_temperature]" in refusal(tmp_path, path)
 
 
+def test_spectra_of_an_ensemble_are_those_of_its_mean_spread_and_error(tmp_path: Path) -> None:
+    observed = forecasts.truth()
+    made = forecasts.forecast(observed, members=3)
+    for name, data in (("truth", observed), ("climatology", forecasts.climatology(observed))):
+        forecasts.write(data, tmp_path / f"{name}.zarr")
+    card = scored(tmp_path, forecasts.write(made, tmp_path / "f.zarr"))
+    name, tropics = "2m_temperature", card.bands.index("20S to 20N")
+    members = made[name].transpose("number", ...).values.astype("f8")[..., 4, :]  # the equator
+    valid = made["time"] + made["prediction_timedelta"]
+    truth = observed[name].sel(time=valid).values.astype("f8")[..., 4, :]
+    mean = members.mean(axis=0)
+    parts = {
+        "forecast": members,
+        "truth": truth[None],
+        "mean": mean[None],
+        "spread": np.sqrt(3 / 2) * (members - mean),
+        "error": (mean - truth)[None],
+    }
+    assert card.spectra_sources == tuple(parts)
+    columns = np.arange(8)
+    waves = np.exp(-2j * np.pi * columns[:5, None] * columns / 8) / 8
+    length = 2 * np.pi * EARTH_RADIUS * np.array([1, 2, 2, 2, 2])
+    c = [channel.name for channel in card.channels].index(name)
+    for source, (of, fields) in enumerate(parts.items()):
+        power = (abs(fields @ waves.T) ** 2).mean(axis=(0, 1)) * length
+        close = pytest.approx(power, rel=1e-11, abs=1e-7)
+        assert card.spectra[source, :, c, tropics] == close, of
+    table = card.spectra_csv().splitlines()
+    assert table[0].endswith(",wavenumber,forecast,truth,mean,spread,error")
+    row = next(line for line in table if line.startswith(f"{name},,24,20S to 20N,2,"))
+    found = [float(cell) for cell in row.split(",")[-5:]]
+    assert found == card.spectra[:, -1, c, tropics, 2].tolist()
+    page = scorecard_page(card)
+    assert page.count('alt="spread over error by scale, ') == 3
+    assert "This figure could not be drawn" not in page
+
+
 def test_area_means_leave_out_points_without_values_and_know_their_regions(tmp_path: Path) -> None:
     """On rows 625 km apart, with neighbours beyond the edges of a region."""
     observed = forecasts.truth(rows=33, columns=16)

@@ -29,6 +29,7 @@ from credit_dp.evaluation.held_out import (
     evaluate,
 )
 from credit_dp.evaluation.metrics import latitude_band_weights, region_wavelength
+from credit_dp.evaluation.score_folder import spread_error_ratio
 from credit_dp.evaluation.score_plots import (
     NO_SPECTRUM,
     add_legend,
@@ -38,6 +39,7 @@ from credit_dp.evaluation.score_plots import (
     draw_scores,
     draw_spectra,
     draw_spectrum,
+    draw_spread_error,
     free_corners,
     legend_columns,
     lowest_power,
@@ -113,6 +115,43 @@ def test_spectra_and_error_maps_are_those_of_the_definition(config: Config) -> N
     kinds = [scores.channels[c] for c in channels_to_draw(scores, last)]
     assert kinds[0] == "geopotential_500"
     assert "geopotential" not in kinds[1]
+
+
+def test_spread_over_error_is_one_of_a_reliable_ensemble() -> None:
+    """Of normal numbers, whose members and truth are alike; up to where the truth ends."""
+    random = np.random.default_rng(2)
+    shape, decay = (2000, 5, 9), np.append(np.arange(1, 8) ** -1.0, [1e-9, 1e-9])
+    members = random.normal(size=shape) * decay
+    truth = random.normal(size=(shape[0], 9)) * decay
+    mean = members.mean(axis=1)
+    powers = {
+        "forecast": (members**2).mean(axis=(0, 1)),
+        "truth": (truth**2).mean(axis=0),
+        "mean": (mean**2).mean(axis=0),
+        "spread": members.var(axis=1, ddof=1).mean(axis=0),
+        "error": ((mean - truth) ** 2).mean(axis=0),
+    }
+    ratio = spread_error_ratio(powers, 5)
+    assert len(ratio) == 7
+    assert ratio == pytest.approx(1, abs=0.05)
+    half = spread_error_ratio({**powers, "spread": powers["spread"] / 4}, 5)
+    assert half == pytest.approx(ratio / 2, rel=1e-12)
+    exact = spread_error_ratio({**powers, "error": 0 * powers["error"]}, 5)
+    assert np.isnan(exact).all()
+    nothing = spread_error_ratio({name: x * np.nan for name, x in powers.items()}, 5)
+    assert np.isnan(nothing).all()
+    for wavelength, label, places in (
+        (None, "zonal wavenumber", [1, 2, 3, 4, 5, 6]),
+        (600_000.0, "wavelength (km)", [600, 300, 200, 150, 120, 100]),
+    ):
+        figure, (axes,) = create_panels(1)
+        draw_spread_error(axes, {"24 h": ratio, "72 h": half}, "2m_temperature", wavelength)
+        _, day, third = axes.lines
+        assert axes.get_xlabel() == label
+        assert (day.get_label(), third.get_label()) == ("24 h", "72 h")
+        np.testing.assert_allclose(day.get_xdata(), places)
+        np.testing.assert_array_equal(third.get_ydata(), half[1:])
+        figure.draw_without_rendering()
 
 
 def check_same(found: LastLeadDiagnostics, wanted: LastLeadDiagnostics) -> None:

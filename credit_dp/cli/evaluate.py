@@ -96,6 +96,7 @@ Exit code: 0 if it is scored, 2 if a key or a store is wrong; then nothing is wr
 
 # With checkpoint=; the others are those of forecasts.
 KEYS_OF_CHECKPOINTS: Mapping[str, Any] = {"members": 0, "perturb": 0.0, "perturb_seed": 0}
+LONGEST_DISTANCE = 20_000  # km, half round the globe
 DEFAULT_STRIDE = "12h"  # between initial times, as in WeatherBench 2
 
 EVALUATE_KEYS: Mapping[str, Any] = {
@@ -404,8 +405,12 @@ def to_distances(distances: Sequence[Any], events: Mapping[str, Any]) -> tuple[f
         UserError: one is no number above 0, or there are no events.
     """
     for distance in distances:
-        if isinstance(distance, bool) or not isinstance(distance, int | float) or distance <= 0:
-            raise UserError(f"fss: needs distances in km above 0, like [100,300], got {distance}.")
+        is_number = isinstance(distance, int | float) and not isinstance(distance, bool)
+        if not is_number or not 0 < distance <= LONGEST_DISTANCE:
+            raise UserError(
+                f"fss: needs distances in km above 0 and up to {LONGEST_DISTANCE}, like [100,300], "
+                f"got {distance}."
+            )
     checks.no_repeats("fss", distances)
     if distances and not events:
         raise UserError("fss: has an effect on events= only. Leave it out, or give events=.")

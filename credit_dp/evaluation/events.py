@@ -18,7 +18,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn.functional import pad
 
+from credit_dp.area_means import AreaMeans, NeighbourhoodSums
 from credit_dp.data.cache import ProgressCallback, cache_folder, fingerprint, load_or_create
 from credit_dp.data.calendar import Calendar, Times
 from credit_dp.data.channels import Channel
@@ -30,7 +32,6 @@ from credit_dp.data.store import Store
 from credit_dp.data.units import canonical_unit, find_conversion
 from credit_dp.errors import UserError
 from credit_dp.evaluation.metric_table import Better
-from credit_dp.evaluation.metrics import EARTH_RADIUS
 
 KEY = "events"
 PATTERN = re.compile(r"([<>])\s*([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)\s*(.*)")
@@ -116,7 +117,6 @@ SEASONS = 24  # dates of the year with quantiles; those between are interpolated
 WINDOW_DAYS = 15  # before and after such a date, from which all dates count
 DAYS = 365.25
 MIN_BEYOND = 5  # dates of a window beyond a quantile
-POLE = 1e-12  # cosine of latitudes
 ROWS_AT_ONCE = 32  # of sorted samples
 
 
@@ -265,83 +265,40 @@ def season_quantiles(
 
 @final
 class Neighbourhoods:
-    """Averages over all points within a distance on the sphere, weighted by area.
+    """Averages channels over all points within a distance on the sphere, weighted by area.
 
     Args:
         grid: rows and columns of latitudes and longitudes, round the globe or a box.
         kilometres: the distance.
-        valid: points with values, `(C, H, W)`; None: all.
+        valid: points with values, `(C, H, W)`.
     """
 
-    def __init__(self, grid: Grid, kilometres: float, valid: Tensor | None) -> None:
+    def __init__(self, grid: Grid, kilometres: float, valid: Tensor) -> None:
         steps = np.diff(np.asarray(grid.longitude, float))
         if grid.is_projected or np.ptp(steps) > 1e-3 * abs(steps[0]):
             raise UserError(
                 "fss: needs a truth with rows and columns of latitudes and evenly spaced "
                 "longitudes. Leave it out, or give grid=."
             )
-        self._periodic = grid.is_periodic
+        # A box is a part of the globe that has no other values.
+        columns = round(360 / abs(float(steps[0])))
+        self._beside = (0, columns - grid[1])
+        sums = NeighbourhoodSums(
+            grid.latitude,
+            grid.weights,
+            slice(0, grid[0]),
+            columns,
+            kilometres,
+            torch.zeros((), dtype=torch.float64),
+        )
         self._valid = valid
-        latitude = np.deg2rad(np.asarray(grid.latitude, float))
-        self._weights = torch.from_numpy(np.asarray(grid.weights, float))
-        height, self._width = grid
-        step = math.radians(abs(float(steps[0])))
-        angle = min(1000 * kilometres / EARTH_RADIUS, math.pi)
-        # Half the columns in reach, by the distance in rows: `(H,)`; -1 where there are none.
-        self._reach: dict[int, NDArray[np.intp]] = {}
-        for offset in range(-height + 1, height):
-            reach = np.full(height, -1, np.intp)
-            here = np.arange(max(0, -offset), min(height, height - offset))
-            one, other = latitude[here], latitude[here + offset]
-            product = np.cos(one) * np.cos(other)
-            at_pole = product < POLE
-            above = math.cos(angle) - np.sin(one) * np.sin(other)
-            cosine = np.where(at_pole, -1, above / np.where(at_pole, 1, product)).clip(-1, 1)
-            columns = np.floor(np.arccos(cosine) / step + 1e-6).astype(np.intp)
-            near = np.abs(one - other) <= angle * (1 + 1e-12)
-            # From a pole all columns are as far.
-            reach[here[near]] = np.where(at_pole, self._width, columns)[near]
-            if near.any():
-                self._reach[offset] = reach
-        ones = torch.ones(1, height, self._width, dtype=torch.float64)
-        self._norm = self._sum(ones if valid is None else valid.double())
+        self._means = AreaMeans(sums, pad(valid, self._beside))
 
     def mean(self, fields: Tensor, channels: slice) -> Tensor:
-        """Return the means of some channels around each point, `(..., C, H, W)`.
-
-        NaN where no point near has a value.
-        """
-        if self._valid is None:
-            return self._sum(fields.double()) / self._norm
-        fields = torch.where(self._valid[channels], fields, 0)
-        return self._sum(fields.double()) / self._norm[channels]
-
-    def _sum(self, fields: Tensor) -> Tensor:
-        width = self._width
-        # Column c of the sums has all columns before c of three copies of the globe, or of a box
-        # between empty ones.
-        sides = fields if self._periodic else torch.zeros_like(fields)
-        sums = torch.cat([sides, fields, sides], dim=-1).cumsum(dim=-1)
-        sums = torch.nn.functional.pad(sums, (1, 0)) * self._weights[:, None]
-        total = torch.zeros_like(fields)
-        column = torch.arange(width)
-        for offset, half in self._reach.items():
-            rows = np.flatnonzero(half >= 0)
-            reach = torch.from_numpy(half[rows])[:, None]
-            near = sums[..., torch.from_numpy(rows + offset), :]
-            # Half of the globe on each side, but no column twice.
-            left = torch.where(2 * reach + 1 >= width, width // 2, reach).clamp(max=width)
-            right = torch.where(2 * reach + 1 >= width, width - 1 - width // 2, reach)
-            if not self._periodic:
-                left = right = reach.clamp(max=width - 1)
-            starts, stops = (
-                index.expand(*near.shape[:-1], width)
-                for index in (width + column - left, width + column + right + 1)
-            )
-            total[..., torch.from_numpy(rows), :] += near.gather(-1, stops) - near.gather(
-                -1, starts
-            )
-        return total
+        """Return the means of some channels, `(..., C, H, W)`; 0 without a value."""
+        known = torch.where(self._valid[channels], fields, 0).double()
+        means = self._means(pad(known, self._beside), channels)
+        return means[..., : fields.shape[-1]]
 
 
 # ---------------------------------------------------------------- counts and scores

@@ -602,9 +602,10 @@ class Scorer:
                     for number, event in enumerate(events)
                     if event.is_quantile
                 }
-            valid = None if self.valid is None else torch.from_numpy(self.valid[span])
-            near = {km: Neighbourhoods(truth.grid, km, valid) for km in request.fss}
             sizes = (len(self._aligned.lead_indices), span.stop - span.start)
+            valid = None if self.valid is None else torch.from_numpy(self.valid[span])
+            points = torch.ones(sizes[1], *truth.grid).bool() if valid is None else valid
+            near = {km: Neighbourhoods(truth.grid, km, points) for km in request.fss}
             members = self._aligned.forecast.members
             counts[name] = EventCounts(events, sizes, members, regions, valid, quantiles, near)
         return counts

@@ -111,7 +111,7 @@ def test_everything_is_written(monkeypatch: pytest.MonkeyPatch, stores: Path) ->
         value = scores[f"{row['lead_hours']}h"][row["of"]]
         assert value is None if row["value"] == "" else float(row["value"]) == value
     assert {row["of"] for row in rows} == {"forecast", "persistence", "climatology", "truth"}
-    assert len(rows) == 2 * 2 * 3 * (3 + 2 + 3 + 2 + 3 + 3 + 1)
+    assert len(rows) == 2 * 2 * 3 * (3 + 2 + 3 + 2 + 3 + 2 * 3 + 3 + 1)
     assert {row["region"] for row in rows} == {"global", "tropics"}
     ranks = (stores / "out" / "rank_histograms.csv").read_text().splitlines()
     assert len(ranks) == 1 + 2 * 3 * 3
@@ -124,12 +124,13 @@ def check_page(text: str, results: dict[str, object]) -> None:
     assert page.open == []
     assert list(page.tables) == [
         *("card-persistence", "card-climatology"),
-        *("rmse", "acc", "bias", "activity", "crps", "energy_score", "spread"),
+        *("rmse", "acc", "bias", "activity", "crps", "crps_500km", "crps_1000km"),
+        *("energy_score", "spread"),
         *("rmse-tropics", "acc-tropics"),
     ]
     pictures = [address.split(",")[1] for address in page.addresses]
     assert all(address.startswith("data:image/") for address in page.addresses)
-    assert len(pictures) == 7 + 3 + 1 + 2  # scores, bands of latitude, ranks, maps
+    assert len(pictures) == 9 + 2 * 3 + 1 + 2  # scores, bands of latitude, ranks, maps
     for address, picture in zip(page.addresses, pictures, strict=True):
         content = base64.b64decode(picture)
         if address.startswith("data:image/svg"):

@@ -274,7 +274,7 @@ class Neighbourhoods:
     """
 
     def __init__(self, grid: Grid, kilometres: float, valid: Tensor) -> None:
-        steps = np.diff(np.asarray(grid.longitude, float))
+        steps = (np.diff(np.asarray(grid.longitude, float)) + 180) % 360 - 180  # also across 0
         if grid.is_projected or np.ptp(steps) > 1e-3 * abs(steps[0]):
             raise UserError(
                 "fss: needs a truth with rows and columns of latitudes and evenly spaced "

@@ -297,7 +297,7 @@ def draw_spread_error(
         places = waves if wavelength is None else wavelength / 1000 / waves
         axes.plot(places, ratio[1:], label=label, color=series_colour(number))
     label_waves(axes, max(map(len, ratios.values())) - 1, wavelength)
-    axes.set_ylim(bottom=0)
+    start_at_zero(axes)
     axes.set_title(title_text(name.replace("_", " ")))
     axes.set_ylabel("spread / error")
 

@@ -299,6 +299,7 @@ SETTING_KEYS = {
     "dtype": "trainer.dtype",
     "fixers": "model.fixers",
     "hours": "lead or every",
+    "scores": "value of a key of credit-dp evaluate",
     "stores": "data.store",
     "times": "init",
     "variables": "data.variables",

@@ -115,6 +115,7 @@ GRIDS = {
     "poles": globe(13, 24, poles=True),
     "no poles": globe(12, 17, poles=False),
     "a box": Grid(np.linspace(60, 40, 9), np.linspace(5, 30, 11)),
+    "a box across 0": Grid(np.linspace(60, 40, 11), (350 + np.arange(10) * 2.0) % 360),
 }
 
 

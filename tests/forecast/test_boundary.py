@@ -5,6 +5,7 @@ import json
 from dataclasses import replace
 
 import numpy as np
+import pandas
 import pytest
 import xarray as xr
 
@@ -348,3 +349,18 @@ def test_a_region_starts_from_a_global_analysis_bilinearly_only(config, tmp_path
     found = states[names.index("2m_temperature")]
     wanted = between(driver["2m_temperature"].values[0], *POINTS)[2:7]
     assert found == pytest.approx(wanted, rel=1e-6)
+
+
+@pytest.mark.slow
+def test_a_region_is_scored_while_it_is_forecast(config, by_truth, tmp_path):
+    cache = f"data.cache={tmp_path / 'cache'}"
+    live = [f"checkpoint={config.run.dir}", f"out={tmp_path / 'live'}", cache, "device=cpu"]
+    dates = ["dates=[2000-01-04,2000-01-04]", "hours=[6,24]", "regions=[europe]"]
+    assert evaluate([*live, *dates, 'events={2m_temperature: [">280"]}', "fss=[500]"], "x") == 0
+    stored = [f"forecast={by_truth}", f"out={tmp_path / 'stored'}", *dates]
+    assert evaluate([*stored, 'events={2m_temperature: [">280"]}', "fss=[500]"], "x") == 0
+    for name in ("scores.csv", "events.csv", "spectra.csv"):
+        tables = [pandas.read_csv(tmp_path / folder / name) for folder in ("live", "stored")]
+        pandas.testing.assert_frame_equal(*tables, rtol=1e-6, atol=1e-9)
+    card = json.loads((tmp_path / "live/scores.json").read_text())
+    assert card["boundary"] == WIDTH

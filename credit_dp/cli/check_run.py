@@ -108,9 +108,11 @@ def check_sweep(configs: Sequence[Config]) -> int:
 
 def check_without_opening(config: Config, folder: str) -> None:
     """Make the checks of a run's start that need no data, also of the folders that it writes to."""
+    from credit_dp.training.monitoring import check_validation_scores
     from credit_dp.training.start_checks import check_without_data
 
     check_without_data(config)
+    check_validation_scores(config.trainer)
     check_writable("data.cache", expand_home("data.cache", config.data.cache))
     check_writable("run.dir", Path(folder))
 

@@ -78,6 +78,12 @@ class TrainerConfig:
     # steps between validations; null: about ten in a run of 20 steps or more, if data.dates.valid
     # are other dates than those of test; 0: none
     validate_every: int | None = None
+    # weights of scores whose sum is the validation error, e.g. {rmse: 1, acc: 0.5}; empty:
+    # the RMSE, of ensembles the CRPS
+    validation_scores: dict[str, float] = field(default_factory=dict)
+    # parts of data.dates.valid that are scored one by one, by name, e.g. {winter: [2018-01-01,
+    # 2018-02-28], summer: [2018-06-01, 2018-08-31]}; empty: all of them
+    validation_dates: dict[str, list[str]] = field(default_factory=dict)
     keep_best: bool = False  # also keep the checkpoint with the lowest validation error
     # stop after so many validations in a row without a lower error; null: train all steps
     patience: int | None = None
@@ -134,6 +140,10 @@ class TrainerConfig:
         checks.at_least("trainer.keep_checkpoints", self.keep_checkpoints, 1)
         checks.at_least("trainer.validate_every", self.validate_every, 0)
         checks.at_least("trainer.patience", self.patience, 1)
+        for name, weight in self.validation_scores.items():
+            checks.above_zero(f"trainer.validation_scores.{name}", weight)
+        for name, dates in self.validation_dates.items():
+            checks.date_range(f"trainer.validation_dates.{name}", dates)
         if self.needs_validation and self.validate_every == 0:
             raise UserError(
                 f"{self.needs_validation}: needs trainer.validate_every above 0, got 0."
@@ -158,9 +168,29 @@ class TrainerConfig:
     @property
     def needs_validation(self) -> str:
         """The key that needs validations; empty: none does."""
-        if self.keep_best:
-            return "trainer.keep_best"
-        return "" if self.patience is None else "trainer.patience"
+        keys = {
+            "trainer.keep_best": self.keep_best,
+            "trainer.patience": self.patience is not None,
+            "trainer.validation_scores": self.validation_scores,
+            "trainer.validation_dates": self.validation_dates,
+        }
+        return next((key for key, is_set in keys.items() if is_set), "")
+
+    @property
+    def validation_parts(self) -> dict[str, tuple[str, list[str]] | None]:
+        """The key and the dates of each part of the validation dates, by name.
+
+        Without parts, all validation dates, as None, under an empty name.
+        """
+        parts = self.validation_dates.items()
+        key = "trainer.validation_dates"
+        return {name: (f"{key}.{name}", dates) for name, dates in parts} or {"": None}
+
+    @property
+    def validation_keys(self) -> dict[str, Any]:
+        """The keys that say what the validation error is, without those that are empty."""
+        keys = {"scores": dict(self.validation_scores), "dates": dict(self.validation_dates)}
+        return {name: value for name, value in keys.items() if value}
 
     @property
     def scored_members(self) -> int:

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from credit_dp import checks
 from credit_dp.data.calendar import Times
-from credit_dp.data.dates import HasTimes, split_slice, times_with_steps
+from credit_dp.data.dates import HasTimes, date_interval, split_slice, times_with_steps
 from credit_dp.errors import UserError, counted
 from credit_dp.random_streams import random_stream
 
@@ -79,22 +79,39 @@ def initial_times(
     lead_hours: Sequence[int],
     stride_hours: int,
     frames: int = 1,
+    part: tuple[str, Sequence[str]] | None = None,
 ) -> Times:
     """Return the initial times of forecasts that can be verified up to the longest lead.
 
     The `frames` initial states and every step of the forecast are in the split. Initial times are
     at least `stride_hours` apart.
 
+    Args:
+        part: key and dates, `[first, last]`, of the part of the split to take; None: all of it.
+
     Returns:
         `(N,)`, rising.
 
     Raises:
-        UserError: a lead is not a multiple of the step, or no forecast fits into the split.
+        UserError: a lead is not a multiple of the step, the part is not within the split, or no
+            forecast fits into it.
     """
     config = store.config
     step = config.step_hours
     checks.lead_times(lead_hours, step)
     times = store.times[split_slice(config, split, store.times, store.calendar)]
+    key = f"data.dates.{split}"
+    if part is not None:
+        whole: list[str] = getattr(config.dates, split)
+        first, last = (date_interval(key, date, store.calendar) for date in whole)
+        key, dates = part
+        begin, end = (date_interval(key, date, store.calendar) for date in dates)
+        if begin[1] < first[0] or end[0] > last[1]:
+            raise UserError(
+                f"{key}: needs dates within data.dates.{split}, which are {whole[0]} to "
+                f"{whole[1]}, got {dates[0]} to {dates[1]}. Change one of them."
+            )
+        times = times[(times >= begin[0]) & (times <= end[1])]
     selected: list[np.datetime64] = []
     # Keep each time that is far enough from the last one kept; across a gap the spacing is larger.
     for time in times_with_steps(times, step, frames - 1, max(lead_hours) // step):
@@ -105,8 +122,7 @@ def initial_times(
         lower_frames = " or model.frames" if frames > 1 else ""
         raise UserError(
             f"{config.where}: no forecast of {counted(max(lead_hours), 'hour')}{from_frames} fits "
-            f"into data.dates.{split}. Give it more dates, or lower trainer.evaluate_hours"
-            f"{lower_frames}."
+            f"into {key}. Give it more dates, or lower trainer.evaluate_hours{lower_frames}."
         )
     return np.array(selected)
 

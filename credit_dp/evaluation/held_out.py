@@ -56,16 +56,18 @@ class EvaluationDates:
 
     Attributes:
         max_times: maximum number of initial times, evenly spaced; None: all.
+        part: see `credit_dp.data.sampling.initial_times`.
     """
 
     split: str
     hours: tuple[int, ...]
     stride_hours: int
     max_times: int | None = None
+    part: tuple[str, Sequence[str]] | None = None
 
     def initial_times(self, store: HasTimes, frames: int) -> Times:
         """Return the initial times, `(N,)`, rising."""
-        times = initial_times(store, self.split, self.hours, self.stride_hours, frames)
+        times = initial_times(store, self.split, self.hours, self.stride_hours, frames, self.part)
         if self.max_times is None:
             return times
         return times[evenly_spaced_indices(len(times), self.max_times)]

@@ -53,6 +53,7 @@ from credit_dp.process import complete
 from credit_dp.training.checkpoint_files import (
     METADATA_FILE,
     VALIDATION_KEY,
+    VALIDATION_KEYS_KEY,
     Metadata,
     RetentionPolicy,
     apply_retention,
@@ -171,6 +172,7 @@ class CheckpointSaver:
         self.folder = folder
         self._in_background = config.checkpoint_async
         self._retention = RetentionPolicy(config.keep_checkpoints, config.keep_best)
+        self._validation_keys = config.validation_keys
         self._saved_step = step
         self._constant_fields: dict[str, Tensor] | None = None
         self._group: dist.ProcessGroup | None = None
@@ -210,6 +212,7 @@ class CheckpointSaver:
             **state.metadata(),
             "config": config,
             VALIDATION_KEY: finite_or_none(error),
+            VALIDATION_KEYS_KEY: self._validation_keys,
             "tensors": table.shapes | shapes_of(self._constant_fields),
         }
         path = step_folder(self.folder, state.step)

@@ -280,6 +280,8 @@ def run_folder_of(path: Path) -> Path:
 
 
 VALIDATION_KEY = "validation"  # in `state.json`: the validation error at this step, or null
+# What that error is, if keys of the config say so: see `TrainerConfig.validation_keys`.
+VALIDATION_KEYS_KEY = "validation_keys"
 BEST_LINK = "best"  # symbolic link to the checkpoint with the lowest validation error
 
 
@@ -312,17 +314,29 @@ def apply_retention(path: Path, retention: RetentionPolicy) -> None:
 
 
 def best_checkpoint(paths: list[Path]) -> Path | None:
-    """Return the first checkpoint with the lowest validation error; None if none has an error."""
-    errors = {path: error for path in paths if (error := validation_error_of(path)) is not None}
+    """Return the first checkpoint with the lowest validation error; None if none has an error.
+
+    Errors are compared with those that are computed like that of the last path alone.
+    """
+    found = {path: validation_of(path) for path in paths}
+    errors = {
+        path: error
+        for path, (error, keys) in found.items()
+        if error is not None and keys == found[paths[-1]][1]
+    }
     return min(errors, key=errors.__getitem__, default=None)
 
 
-def validation_error_of(path: Path) -> float | None:
-    """Read the validation error of a checkpoint; None if it has none, or is not readable."""
+def validation_of(path: Path) -> tuple[float | None, dict[str, Any]]:
+    """Read the validation error of a checkpoint, and which keys say how it is computed.
+
+    The error is None if there is none, or the checkpoint is not readable.
+    """
     try:
-        return finite_or_none(_read_metadata(path, shards=False)[VALIDATION_KEY])
+        metadata = _read_metadata(path, shards=False)
     except _UnusableError:
-        return None
+        return None, {}
+    return finite_or_none(metadata[VALIDATION_KEY]), metadata.get(VALIDATION_KEYS_KEY, {})
 
 
 def finite_or_none(value: Any) -> float | None:

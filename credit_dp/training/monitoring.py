@@ -1,6 +1,7 @@
 """What watches a run while it trains: validation, pace, traces, and the callbacks of users."""
 
 import math
+import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -10,13 +11,15 @@ from pathlib import Path
 from typing import Self, final
 
 import torch
-from torch import nn, profiler
+from torch import Tensor, nn, profiler
 
-from credit_dp.config import Config, OwnCallbackConfig
+from credit_dp import checks
+from credit_dp.config import Config, OwnCallbackConfig, TrainerConfig
 from credit_dp.data.loader import Batch, Loader
 from credit_dp.data.setup import TrainingData
 from credit_dp.distributed.collectives import all_gather_object
 from credit_dp.domain_parallel import DomainParallelManager
+from credit_dp.errors import UserError
 from credit_dp.evaluation.held_out import (
     EvaluationDates,
     HeldOutData,
@@ -26,7 +29,16 @@ from credit_dp.evaluation.held_out import (
     rank_batches,
 )
 from credit_dp.evaluation.maps import FieldMap
-from credit_dp.evaluation.metric_table import FORECAST, TRUTH, Extent, ScoreSums, run_metrics
+from credit_dp.evaluation.metric_table import (
+    FORECAST,
+    METRICS,
+    TRUTH,
+    Better,
+    Extent,
+    Metric,
+    ScoreSums,
+    run_metrics,
+)
 from credit_dp.files import atomic_path
 from credit_dp.plugins import report_plugin_errors
 from credit_dp.training.build_training import Training
@@ -43,13 +55,15 @@ MAX_INITIAL_TIMES = 8  # of a validation
 class Validation:
     """Scores forecasts on the validation dates; training continues as if there were none.
 
-    At most 8 initial times, evenly spread over `data.dates.valid`, at the shortest lead time of
-    `trainer.evaluate_hours`. The model forecasts with its averaged weights, if there are any.
+    At most 8 initial times, evenly spread over `data.dates.valid` or each of its parts in
+    `trainer.validation_dates`, at the shortest lead time of `trainer.evaluate_hours`. The model
+    forecasts with its averaged weights, if there are any.
 
     Raises:
         UserError: no forecast fits into the validation dates, or they have gaps.
 
     Attributes:
+        dates: the data of each part, by name; of all validation dates under an empty name.
         map: of the last validation, from the first initial time of this rank.
     """
 
@@ -67,8 +81,17 @@ class Validation:
         self.members = config.trainer.scored_members
         self.manager = manager
         hours = (min(config.trainer.evaluate_hours),)
-        dates = EvaluationDates("valid", hours, config.data.step_hours, MAX_INITIAL_TIMES)
-        self.dates = HeldOutData(config, data, training.rows, training.like, dates)
+        self.dates = {
+            name: HeldOutData(
+                config,
+                data,
+                training.rows,
+                training.like,
+                EvaluationDates("valid", hours, config.data.step_hours, MAX_INITIAL_TIMES, part),
+            )
+            for name, part in config.trainer.validation_parts.items()
+        }
+        self.weights = config.trainer.validation_scores
         self.map: FieldMap | None = None
 
     def is_due(self, step: int) -> bool:
@@ -81,19 +104,41 @@ class Validation:
 
         Those of the final scores, as `validation_rmse`; but of ensembles `validation_spread_skill`
         for the spread, the ratio that is 1 if members are as far from each other as from the truth.
+        Those of `trainer.validation_scores` come too, and as `validation_error` the sum of their
+        costs (`Better.cost`) times their weights. With named parts of the dates each score is the
+        mean over them, and `NAME/PART` is that of a part.
 
         Collective; the same numbers on every rank.
 
         Source: Fortin et al. 2014, "Why should ensemble spread match the RMSE of the ensemble
         mean?", for the ratio.
         """
-        dates = self.dates
-        channels = dates.prepared.store.channels.num_outputs
-        metrics = [replace(m, sources=(FORECAST,)) for m in run_metrics(self.members)]
-        extent = Extent(dates.area_weights, dates.points, samples=dates.num_samples)
-        sums = ScoreSums(metrics, (1, channels), extent)
-        lead = dates.lead_steps[-1]
         self.map = None
+        parts = {name: self._scores(dates) for name, dates in self.dates.items()}
+        scores = {
+            name: sum(part[name] for part in parts.values()) / len(parts)
+            for name in next(iter(parts.values()))
+        }
+        if "" not in parts:
+            for part, found in parts.items():
+                scores |= {f"{name}/{part}": value for name, value in found.items()}
+        named = {f"validation_{name}": value for name, value in scores.items()}
+        # The numbers of rank 0: they choose the best checkpoint, so that not one bit may differ.
+        return all_gather_object(named)[0]
+
+    def _scores(self, dates: HeldOutData) -> dict[str, float]:
+        """Return the scores on some dates, by name; collective."""
+        channels = dates.prepared.store.channels.num_outputs
+        weighed = [METRICS[name] for name in self.weights]
+        metrics = {
+            metric.name: replace(metric, sources=validated_sources(metric))
+            for metric in (*run_metrics(self.members), *weighed)
+        }
+        extent = Extent(
+            dates.area_weights, dates.points, samples=dates.num_samples, members=self.members
+        )
+        sums = ScoreSums(metrics.values(), (1, channels), extent)
+        lead = dates.lead_steps[-1]
         with preserve_rng_state(dates.area_weights.device), self.state.eval_mode():
             for member, times, counts in rank_batches(dates, self.manager, self.batch_size):
                 forecast = last_forecast(self.rollout, member, times)
@@ -108,9 +153,57 @@ class Validation:
         if "spread" in found:
             ratio = math.sqrt(1 + 1 / self.members) * found.pop("spread") / found["rmse"]
             found["spread_skill"] = ratio
-        scores = {f"validation_{name}": float(values.mean()) for name, values in found.items()}
-        # The numbers of rank 0: they choose the best checkpoint, so that not one bit may differ.
-        return all_gather_object(scores)[0]
+        scores = {name: float(values[0].mean()) for name, values in found.items()}
+        if weighed:
+            # A forecast that is not finite is no candidate, whatever its undefined scores are.
+            error = 0.0 if math.isfinite(scores["rmse"]) else math.nan
+            for metric in weighed:
+                cost = mean_cost(metrics[metric.name], found[metric.name])
+                scores[metric.name] = -cost if metric.better is Better.LARGER else cost
+                error += self.weights[metric.name] * cost
+            scores["error"] = error
+        return scores
+
+
+def validated_sources(metric: Metric) -> tuple[str, ...]:
+    """Return the sources that the cost of a metric needs (`Better.cost`), the forecast first."""
+    return (FORECAST, TRUTH) if metric.better is Better.CLOSER_TO_TRUTH else (FORECAST,)
+
+
+def mean_cost(metric: Metric, values: Tensor) -> float:
+    """Return the mean over channels of the cost of a metric (`Better.cost`).
+
+    Channels for which a metric is undefined are left out.
+
+    Shapes:
+        `(sources, 1, C)`.
+    """
+    columns = (dict(zip(metric.sources, column, strict=True)) for column in values[:, 0].T.tolist())
+    costs = [cost for scores in columns if (cost := metric.better.cost(scores)) is not None]
+    if metric.may_be_undefined:
+        costs = [cost for cost in costs if not math.isnan(cost)]
+    return statistics.fmean(costs) if costs else math.nan
+
+
+def check_validation_scores(config: TrainerConfig) -> None:
+    """Refuse `trainer.validation_scores` that a validation can't have.
+
+    Raises:
+        UserError: a name is unknown, or its score needs members and there are none.
+    """
+    key = "trainer.validation_scores"
+    names = [
+        name
+        for name, metric in METRICS.items()
+        if metric.accumulator is not None and metric.better is not Better.UNDECIDED
+    ]
+    for name in config.validation_scores:
+        checks.one_of(key, name, names)
+        if METRICS[name].ensemble and config.scored_members == 1:
+            raise UserError(
+                f"{key}: {name} needs several members, but forecasts have one. Set "
+                f"trainer.evaluate_members, or leave {name} out."
+            )
 
 
 @contextmanager
@@ -188,7 +281,8 @@ class TrainingMonitor:
 
     Attributes:
         scores: of the validation after the last step, by name; empty if there was none.
-        validation_error: of them, or None: the RMSE, of ensembles the CRPS.
+        validation_error: of them, or None: that of `trainer.validation_scores`; without these the
+            RMSE, of ensembles the CRPS.
         map: of the validation after the last step, or None.
         note: text for the progress bar: the loss of the last global batch that was logged, and the
             error of the last validation.
@@ -244,11 +338,14 @@ class TrainingMonitor:
         step = f" (step {record.step})" if self.config.trainer.log_every > 1 else ""
         self._loss = f"loss {record.loss:.4f}{step}"
         scores = self.scores = self._validate(record.step) if validate else {}
-        self.validation_error = scores.get("validation_crps", scores.get("validation_rmse"))
+        names = ("validation_error", "validation_crps", "validation_rmse")
+        name = next((name for name in names if name in scores), "")
+        self.validation_error = scores.get(name)
         if self.validation_error is not None:
             self.training.trainer.state.validations.add(self.validation_error)
             metrics |= scores
-            score = "CRPS" if "validation_crps" in scores else "RMSE"
+            score = name.removeprefix("validation_")
+            score = score if score == "error" else score.upper()
             self._validated = f"validation {score} {self.validation_error:.4f}"
         self.note = "  ".join(part for part in (self._loss, self._validated) if part)
         return metrics

@@ -45,11 +45,17 @@ from credit_dp.evaluation.maps import FieldMap
 from credit_dp.evaluation.scorecard import HeldOutScores
 from credit_dp.training.build_training import Training, build_training
 from credit_dp.training.checkpoint import CheckpointSaver, find_checkpoint, load_checkpoint
-from credit_dp.training.checkpoint_files import read_metadata
+from credit_dp.training.checkpoint_files import VALIDATION_KEYS_KEY, read_metadata
 from credit_dp.training.console import Screen, notes_of, screen_for
 from credit_dp.training.data_description import calendar_of_fields
 from credit_dp.training.loggers import Tracker, open_tracker
-from credit_dp.training.monitoring import CallbackRun, Callbacks, TrainingMonitor, Validation
+from credit_dp.training.monitoring import (
+    CallbackRun,
+    Callbacks,
+    TrainingMonitor,
+    Validation,
+    check_validation_scores,
+)
 from credit_dp.training.run_folder import (
     RunFolder,
     log_to_file,
@@ -92,6 +98,7 @@ def run(config: Config, ranks: RankInfo) -> int:
     # 1. Process groups, then the data: store, statistics and climatology are on disk afterwards.
     manager = build_manager(config.parallel, ranks)
     check_without_data(config)
+    check_validation_scores(config.trainer)
     # On several nodes all ranks would wait for the one that computes.
     compute = config.data.fit_in_job or not ranks.on_several_nodes
     with screen.report() as report:
@@ -365,6 +372,9 @@ class _Run:
         path = find_checkpoint(config.resume, self.folder.checkpoints)
         if path is not None:
             load_checkpoint(path, state)
+            saved = read_metadata("resume", path).get(VALIDATION_KEYS_KEY, {})
+            if saved != config.trainer.validation_keys:  # errors of another kind
+                state.validations = ValidationHistory()
             self.screen.show(f"resumed after step {state.step} from {path}")
         elif config.init_from is not None:
             summary = load_initial_weights(config.init_from, state, config.model, self.data)

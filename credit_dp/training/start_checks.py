@@ -129,14 +129,17 @@ VALIDATIONS_IN_RUN = 10
 LARGEST_SHARE = 0.05  # of such validations in the work of the model
 
 
-def validation_times(config: Config, times: HasTimes) -> Times:
-    """Return the times on the validation dates from which a forecast can be scored.
+def validation_times(config: Config, times: HasTimes) -> list[Times]:
+    """Return the times from which a forecast can be scored, on each part of the validation dates.
 
     Raises:
-        UserError: there are none.
+        UserError: a part has none, or is not within the validation dates.
     """
-    leads = [min(config.trainer.evaluate_hours)]
-    return initial_times(times, "valid", leads, config.data.step_hours, config.model.frames)
+    leads, step = [min(config.trainer.evaluate_hours)], config.data.step_hours
+    return [
+        initial_times(times, "valid", leads, step, config.model.frames, part)
+        for part in config.trainer.validation_parts.values()
+    ]
 
 
 def with_validation(config: Config, times: HasTimes) -> Config:
@@ -157,7 +160,8 @@ def with_validation(config: Config, times: HasTimes) -> Config:
     every = 0
     if dates.valid != dates.test:
         with contextlib.suppress(UserError):
-            count = min(len(validation_times(config, times)), MAX_INITIAL_TIMES)
+            found = validation_times(config, times)
+            count = sum(min(len(times), MAX_INITIAL_TIMES) for times in found)
             every = validation_interval(config, times.num_members * count)
     if trainer.needs_validation and not every:
         raise UserError(
@@ -221,7 +225,7 @@ def count_samples(config: Config, times: HasTimes, data_ranks: int) -> SampleCou
     starts = sample_times(times, "train", frames, trainer.longest_rollout)
     count = times.num_members * len(starts)
     sequence = SampleSequence(count, config.data.batch_size, data_size=data_ranks)
-    if trainer.validate_every:
+    if trainer.validate_every or trainer.validation_dates:
         validation_times(config, times)
     stride = trainer.evaluate_stride_hours
     tests = initial_times(times, "test", trainer.evaluate_hours, stride, frames)

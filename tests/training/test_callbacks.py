@@ -206,6 +206,15 @@ def test_a_resumed_run_counts_on(config, capsys):
     assert stops(with_trainer(config, patience=3)) == (5, {"lowest": 1.0, "without_lower": 0})
 
 
+@pytest.mark.slow
+def test_errors_of_other_scores_are_forgotten(config):
+    config = with_trainer(config, patience=2, checkpoint_every=50)
+    assert stops(with_trainer(config, steps=3)) == (3, {"lowest": 2.0, "without_lower": 1})
+    config = with_trainer(config, validation_scores={"rmse": 1.0})
+    found = stops(replace(config, resume="auto"))
+    assert found == (5, {"lowest": 1.0, "without_lower": 0})  # not END, as with the same scores
+
+
 def stops_on(manager: DomainParallelManager, config: Config) -> tuple[int, Any]:
     return stops(config, manager)
 
@@ -234,6 +243,18 @@ def test_keys_are_checked(monkeypatch):
         (
             {"patience": 2, "validate_every": 0},
             r"^trainer\.patience: needs trainer\.validate_every above 0, got 0",
+        ),
+        (
+            {"validation_scores": {"rmse": 1.0}, "validate_every": 0},
+            r"^trainer\.validation_scores: needs trainer\.validate_every above 0, got 0",
+        ),
+        (
+            {"validation_scores": {"rmse": 0.0}, "validate_every": 1},
+            r"^trainer\.validation_scores\.rmse: needs a number above 0, got 0",
+        ),
+        (
+            {"validation_dates": {"may": ["2000-05-01"]}, "validate_every": 1},
+            r"^trainer\.validation_dates\.may: needs \[first, last\].* got 1 dates",
         ),
         ({"patience": 0, "validate_every": 1}, r"^trainer\.patience: needs .* at least 1, got 0"),
         (

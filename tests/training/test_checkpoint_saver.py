@@ -6,6 +6,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -147,6 +148,18 @@ def test_the_best_stays_and_is_known_after_a_resume(tmp_path):
     with CheckpointSaver(tmp_path, trainer(), 8) as checkpoints:
         checkpoints.save(state_at(9), "", 0.5)
     assert file_names(tmp_path) == ["step-00000009"]
+
+
+def test_errors_of_other_scores_are_not_compared(tmp_path):
+    config = trainer(keep_best=True, validate_every=1)
+    with CheckpointSaver(tmp_path, config) as checkpoints:
+        checkpoints.save(state_at(1), "", 0.25)
+    config = replace(config, validation_scores={"rmse": 4.0})
+    with CheckpointSaver(tmp_path, config, 1) as checkpoints:
+        checkpoints.save(state_at(2), "", 1.0)
+        checkpoints.save(state_at(3), "", 2.0)
+    assert kept_steps(tmp_path) == [2, 3]
+    assert os.readlink(tmp_path / "best") == "step-00000002"
 
 
 def test_without_links_the_best_stays_all_the_same(tmp_path, monkeypatch):

@@ -298,7 +298,8 @@ def scores(manager: DomainParallelManager, config: Config) -> tuple[Any, Any]:
 def test_ensembles_have_their_scores(store, tmp_path):
     plain = make_config(store, tmp_path / "run")
     dates = replace(plain.data.dates, valid=["2000-01-03T12", "2000-01-05T18"])
-    config = of_members(replace(plain, data=replace(plain.data, dates=dates)), validate_every=1)
+    keys = {"validate_every": 1, "validation_scores": {"energy_score": 2.0}}
+    config = of_members(replace(plain, data=replace(plain.data, dates=dates)), **keys)
     validation, final = scores(alone(), config)
     assert set(final) == {"rmse", "crps", "spread"}
     spread, rmse = np.array(final["spread"])[0], np.array(final["rmse"])[0]
@@ -308,6 +309,8 @@ def test_ensembles_have_their_scores(store, tmp_path):
     ratio = validation["validation_spread_skill"]
     assert 0 < ratio < 1
     assert 0 < validation["validation_crps"] < validation["validation_rmse"]
+    assert validation["validation_energy_score"] > 0
+    assert validation["validation_error"] == 2 * validation["validation_energy_score"]
     config = on_mesh(config, Mesh(1, 1, 2, ensemble=2))
     for found in on_processes(4, scores, config, domain=2, ensemble=2):
         assert found[0] == pytest.approx(validation, rel=1e-10)

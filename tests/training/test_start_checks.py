@@ -18,7 +18,7 @@ from credit_dp.distributed.launcher import RankInfo
 from credit_dp.errors import UserError
 from credit_dp.training.run import run
 from credit_dp.training.run_folder import resolved_yaml
-from credit_dp.training.start_checks import start_notes, with_validation
+from credit_dp.training.start_checks import start_notes, validation_times, with_validation
 from tests.checkpoints import save_checkpoint
 from tests.cli.invocation import refusal
 from tests.data import stores
@@ -52,6 +52,8 @@ MISTAKES = {
     "no key of wandb": ["logger.wandb=online", "logger.trackers=[wandb]"],
 }
 MORE_MISTAKES = {
+    "a validation by an unknown score": ["trainer.validation_scores={rmsee:1}"],
+    "a part of other dates": ["trainer.validation_dates={early:[2000-01-01,2000-01-02]}"],
     "resumed with other variables": [RESUMED, "data.prognostic=[temperature]"],
     "resumed with another seed": [RESUMED, "seed=5"],
     "few samples": ["data.batch_size=400"],
@@ -176,6 +178,24 @@ def test_best_checkpoint_and_early_stop_need_validations(
     # Dates that are chosen leave some for them.
     config = composed(folder, *keys, "data.dates=auto")
     assert times_needed(config)["valid"].number == 2
+
+
+def test_parts_of_the_validation_dates_are_within_them(folder: Path) -> None:
+    def found(dates: str) -> list[list[str]]:
+        config = composed(folder, f"trainer.validation_dates={{{dates}}}")
+        times = validation_times(config, Store.open(config.data))
+        return [[str(time)[8:13] for time in part] for part in times]
+
+    both = found("day:[2000-01-08,2000-01-08],night:[2000-01-08T00,2000-01-08T06]")
+    assert both == [["08T00", "08T06", "08T12"], ["08T00"]]
+    for dates, line in (
+        ("2000-01-07,2000-01-08", "needs dates within data.dates.valid, which are 2000-01-08 to "),
+        ("2000-01-08,2000-01-09", "needs dates within data.dates.valid, which are 2000-01-08 to "),
+        ("2000-01-08T06,2000-01-08T06", "no forecast of 6 hours fits into trainer.validation_"),
+    ):
+        with pytest.raises(UserError, match=line) as error:
+            found(f"day:[{dates}]")
+        assert "trainer.validation_dates.day" in str(error.value)
 
 
 def test_a_warm_up_that_never_ends_is_noted(folder: Path) -> None:

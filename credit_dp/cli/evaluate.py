@@ -64,7 +64,8 @@ If it is killed, the same command continues where it stopped.
 
 Observations are in netCDF or zarr, with the dims time and station and the latitudes and longitudes
 of the stations, or in CSV with the columns station, time, latitude, longitude and one of numbers
-for each variable, like t2m or 't2m [degC]'. Forecasts without levels are interpolated bilinearly.
+for each variable, like t2m or 't2m [degC]', or as in the archive of ASOS. FILE may also be a folder
+of ISD-Lite, with isd-history.csv in it. Forecasts without levels are interpolated bilinearly.
 FOLDER gets scores.csv, and stations.csv with the scores of each station. Of the keys below,
 missing, tolerance, dates, hours, variables, regions, masked and limits have an effect.
 

@@ -1,4 +1,4 @@
-"""Read observations at stations, from netCDF, zarr or CSV, as one row for each report.
+"""Read observations at stations, from netCDF, zarr, CSV or ISD-Lite, as one row for each report.
 
 Stations may report at times of their own, or move: memory grows with the number of reports, not
 with that of all times at all places.
@@ -20,9 +20,17 @@ from credit_dp.data.grid import FULL_CIRCLE, POLE, Degrees
 from credit_dp.data.sources.address import is_remote, local_path, reason_of, redact_secrets
 from credit_dp.data.sources.coordinates import find_coordinates
 from credit_dp.data.sources.datasets import is_netcdf, open_netcdf, open_zarr_dataset
-from credit_dp.data.units import find_known
+from credit_dp.data.units import canonical_unit, find_known
 from credit_dp.errors import UserError
 from credit_dp.evaluation.alignment import translate_error_keys
+from credit_dp.evaluation.station_formats import (
+    ASOS,
+    ASOS_MISSING,
+    as_variables,
+    asos_reports,
+    holds_isd_lite,
+    read_isd_lite,
+)
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -32,10 +40,12 @@ COORDINATES = ("time", "latitude", "longitude")
 # Columns of a CSV file in small letters; the first that is there.
 COLUMN_NAMES: Mapping[str, tuple[str, ...]] = {
     "station": ("station", "station_id", "station_name", "stid", "wmo_id", "call_sign", "id"),
-    "time": ("time", "valid_time", "datetime", "date_time", "date", "timestamp"),
+    "time": ("time", "valid_time", "datetime", "date_time", "date", "timestamp", "valid"),
     "latitude": ("latitude", "lat"),
     "longitude": ("longitude", "lon", "long", "lng"),
+    "elevation": ("elevation", "elev", "altitude", "surface_altitude"),
 }
+ALTITUDES = ("surface_altitude", "altitude")  # standard names
 NAME_AND_UNIT = re.compile(r"(.*\S)\s*(?:\[(.*)\]|\((.*)\))")  # `t2m [degC]`, `t2m (degC)`
 Values = NDArray[np.float64]
 Indices = NDArray[np.intp]
@@ -48,10 +58,12 @@ class Observations:
 
     Attributes:
         names, latitude, longitude: of the stations, `(S,)`; degrees north and east.
+        elevation: in metres above the sea, `(S,)`; NaN or a fill value if it is not known.
         times: of the reports, `(R,)`, rising.
         station: the index of the station of each report, `(R,)`; once at each time.
         values: `(R,)` by the name of the variable; NaN where there is none.
         units: by the name of the variable; may be empty.
+        notes: what was left out.
 
     Raises:
         UserError: a value is infinite, or a station is not on the globe.
@@ -62,19 +74,21 @@ class Observations:
     names: Sequence[str]
     latitude: Degrees
     longitude: Degrees
+    elevation: Values
     times: Times
     station: Indices
     values: Mapping[str, Values]
     units: Mapping[str, str]
+    notes: Sequence[str] = ()
 
     @classmethod
     def open(cls, where: str, missing: Sequence[str] = ()) -> "Observations":
-        """Open observations in netCDF or zarr, or a CSV file.
+        """Open observations in netCDF or zarr, a CSV file, or a folder of ISD-Lite.
 
         A store has variables with the dims time and station, in any order, and latitudes and
         longitudes along the dim of stations, as the CF conventions write time series; or all of
         them have one dim, as of points. A CSV file has a column for each of `COLUMN_NAMES` and of
-        the variables, whose names may be followed by a unit in brackets.
+        the variables, whose names may be followed by a unit in brackets, or is one of ASOS.
 
         Args:
             missing: numbers and, in a CSV file, texts that stand for missing values.
@@ -85,6 +99,8 @@ class Observations:
         if where.lower().endswith(".csv"):
             return _read_csv(where, missing)
         with translate_error_keys("stations"):
+            if not is_remote(where) and holds_isd_lite(local_path(where)):
+                return _open_isd_lite(where, missing)
             opened = open_netcdf(where)[0] if is_netcdf(where) else open_zarr_dataset(where)[0]
             with opened:  # or it is closed with the garbage, while other threads use HDF5
                 try:
@@ -123,6 +139,7 @@ class Observations:
             names=list(compress(self.names, kept)),
             latitude=self.latitude[kept],
             longitude=self.longitude[kept],
+            elevation=self.elevation[kept],
             times=self.times[rows],
             station=(kept.cumsum() - 1)[self.station[rows]],
             values={name: values[rows] for name, values in self.values.items()},
@@ -189,11 +206,12 @@ def _from_dataset(data: xr.Dataset, where: str, missing: Sequence[str]) -> Obser
                 numbers = numbers.astype(array.dtype)
         array.values = np.where(np.isin(array.values, numbers), np.nan, array.values)
     units = {name: str(array.attrs.get("units", "")).strip() for name, array in series.items()}
+    elevation = _elevation(data, str(dim), where)
     if len(dims) == 1:
         import pandas as pd
 
         columns = {name: array.values.astype(np.float64) for name, array in series.items()}
-        places = {"station": texts, "latitude": north, "longitude": east}
+        places = {"station": texts, "latitude": north, "longitude": east, "elevation": elevation}
         return _from_rows(where, calendar, times, pd.DataFrame({**columns, **places}), units)
     order = np.argsort(times, kind="stable")
     in_order = times[order]
@@ -212,11 +230,27 @@ def _from_dataset(data: xr.Dataset, where: str, missing: Sequence[str]) -> Obser
         names=texts,
         latitude=north,
         longitude=east,
+        elevation=elevation,
         times=in_order[at],
         station=station,
         values={name: x.values[order][is_there].astype(np.float64) for name, x in series.items()},
         units=units,
     )
+
+
+def _elevation(data: xr.Dataset, dim: str, where: str) -> Values:
+    """Return the elevations of a dataset's stations, which may be a dim of reports."""
+    for name, array in data.variables.items():
+        known = str(name).lower() in COLUMN_NAMES["elevation"]
+        if array.dims == (dim,) and (known or array.attrs.get("standard_name") in ALTITUDES):
+            _check_elevation(where, str(name), str(array.attrs.get("units", "")))
+            return np.asarray(array.values, np.float64)
+    return np.full(data.sizes[dim], np.nan)
+
+
+def _check_elevation(where: str, name: str, unit: str) -> None:
+    if canonical_unit(unit) not in ("", "m"):
+        raise UserError(f"{where}: {name} needs metres, but is in {unit}. Convert it.")
 
 
 def _from_rows(
@@ -225,7 +259,8 @@ def _from_rows(
     """Return the observations of a table with a row for each report.
 
     Args:
-        table: station, latitude and longitude as texts and degrees, and the variables of `units`.
+        table: station, latitude, longitude and elevation as texts, degrees and metres, and the
+            variables of `units`.
     """
     order = np.argsort(times, kind="stable")
     times, table = times[order], table.iloc[order]
@@ -245,6 +280,7 @@ def _from_rows(
         names=places["station"].tolist(),
         latitude=places["latitude"].to_numpy(np.float64),
         longitude=places["longitude"].to_numpy(np.float64),
+        elevation=table["elevation"].iloc[first].to_numpy(np.float64),
         times=times,
         station=station,
         values={name: table[name].to_numpy(np.float64) for name in units},
@@ -259,10 +295,15 @@ def _read_csv(where: str, missing: Sequence[str]) -> Observations:
     texts, decimal_comma = _read_texts(where)
     headings = [_name_and_unit(heading) for heading in texts.iloc[0]]
     lower = [name.lower() for name, _ in headings]
+    is_asos = "valid" in lower and bool({*lower} & {*ASOS})
     for name, known in COLUMN_NAMES.items():
         found = next((lower.index(x) for x in known if x in lower), None)
+        if found is None and name == "elevation":
+            continue
         if found is None:
             raise _error(where, f"the column {name} is missing, which may be {', '.join(known)}")
+        if name == "elevation":
+            _check_elevation(where, *headings[found])
         headings[found] = name, ""
     names = [name for name, _ in headings]
     repeated = [name for name in names if names.count(name) > 1]
@@ -271,6 +312,10 @@ def _read_csv(where: str, missing: Sequence[str]) -> Observations:
     texts = texts.iloc[1:].set_axis(names, axis=1)
     if not len(texts):
         raise _error(where, "it has no rows")
+    notes: list[str] = []
+    if is_asos:
+        texts, notes = asos_reports(texts.rename(columns=str.lower))
+        missing = (*missing, ASOS_MISSING)
     if not texts["station"].all():
         raise _error(where, "a row has no station")
     times = pd.to_datetime(texts["time"], utc=True, format="ISO8601", errors="coerce")
@@ -280,7 +325,7 @@ def _read_csv(where: str, missing: Sequence[str]) -> Observations:
             where,
             f"time has '{wrong.iloc[0]}', no date from 1678 to 2261 like 2001-02-11T06:00",
         )
-    columns: dict[str, Any] = {"station": texts["station"]}
+    columns: dict[str, Any] = {"station": texts["station"], "elevation": np.nan}
     for name in texts.columns.drop(["station", "time"]):
         is_place = name in COORDINATES
         numbers, wrong = _parse_numbers(texts[name], () if is_place else missing, decimal_comma)
@@ -292,8 +337,23 @@ def _read_csv(where: str, missing: Sequence[str]) -> Observations:
             raise _error(where, f"{name} has '{word}', which is no number{advice}")
         columns[name] = numbers
     units = {name: unit for name, unit in headings if name in columns and name not in COLUMN_NAMES}
+    if is_asos:
+        reported = {name: columns.pop(name).to_numpy() for name in ASOS if name in columns}
+        values, units = as_variables(reported, ASOS)
+        columns |= values
     dates = times.dt.tz_localize(None).to_numpy(STANDARD.dtype)
-    return _from_rows(where, STANDARD, dates, pd.DataFrame(columns), units)
+    read = _from_rows(where, STANDARD, dates, pd.DataFrame(columns, texts.index), units)
+    return replace(read, notes=notes)
+
+
+def _open_isd_lite(where: str, missing: Sequence[str]) -> Observations:
+    if missing:
+        raise UserError(
+            "missing: has no effect on ISD-Lite, whose missing values are -9999. Leave it out."
+        )
+    read = read_isd_lite(local_path(where))
+    found = _from_rows(where, STANDARD, read.times, read.table, read.units)
+    return replace(found, notes=read.notes)
 
 
 def _read_texts(where: str) -> "tuple[pd.DataFrame, bool]":
@@ -305,10 +365,14 @@ def _read_texts(where: str) -> "tuple[pd.DataFrame, bool]":
         path = local_path(where)
     try:
         with path.open(encoding="utf-8") as file:
-            header = file.readline()
+            comments = 0  # such as ASOS begins with
+            while (header := file.readline()).startswith("#"):
+                comments += 1
         separator = max(",;\t", key=header.count)
         # Texts as they stand: stations may be called 010 or NA, and 20010211 is a date.
-        table = pd.read_csv(path, sep=separator, header=None, dtype=str, keep_default_na=False)
+        table = pd.read_csv(
+            path, sep=separator, header=None, dtype=str, keep_default_na=False, skiprows=comments
+        )
         return table.fillna("").apply(lambda texts: texts.str.strip()), separator == ";"
     except FileNotFoundError as error:
         raise UserError(f"{where}: no such file. Change stations.") from error

@@ -263,7 +263,7 @@ def score_stations(
         sums,
         tuple(dict.fromkeys([GLOBAL, *request.regions])),
         coverage,
-        [*notes, *(note for column in columns for note in column.notes)],
+        [*given.notes, *notes, *(note for column in columns for note in column.notes)],
     )
 
 

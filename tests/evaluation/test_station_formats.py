@@ -149,7 +149,7 @@ def test_elevations_of_csv_and_netcdf(tmp_path: Path) -> None:
         np.testing.assert_array_equal(seen.elevation, [30, np.nan], err_msg=heading)
         assert {*seen.values} == {"t2m"}
     (tmp_path / "a.csv").write_text(text.format("elevation [ft]"))
-    with pytest.raises(UserError, match="elevation needs metres, but is in ft. Convert it."):
+    with pytest.raises(UserError, match=r"elevation needs metres, but is in ft\. Convert it\."):
         Observations.open(str(tmp_path / "a.csv"))
     places = {
         "time": np.array(["2000-01-02"] * 2, "M8[ns]"),

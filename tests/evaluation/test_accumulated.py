@@ -62,6 +62,27 @@ def test_the_span_is_that_of_the_forecast_or_between_lead_times(folder, observed
     assert error(folder, observed, forecast(observed, 6, said=False), "wrong") > 1 / 64
 
 
+def test_events_are_of_the_sums_over_the_forecasts_span(folder, observed):
+    made = forecast(observed, 6)
+    forecasts.write(made, folder / "rain.zarr")
+    card = forecasts.scored(
+        folder,
+        folder / "rain.zarr",
+        truth=(str(folder / "hourly.zarr"),),
+        climatology="",
+        events={RAIN: [">100 mm"]},
+    )
+    (result,) = card.events
+    # The forecast is perfect: all weight is of hits and correct negatives.
+    hits, none = result.counts["global"][0, :, 1, 1], result.counts["global"][0, :, 0, 0]
+    assert np.abs(result.counts["global"][0, :, [0, 1], [1, 0]]).max() == 0
+    heavy = made[RAIN].values > 0.1
+    weights = np.abs(np.diff(np.sin(np.deg2rad([90, *np.arange(78.75, -90, -22.5), -90]))))
+    share = (heavy * weights[:, None]).sum(axis=(0, 2, 3)) / (2 * 8 * weights.sum())
+    np.testing.assert_allclose(hits / (hits + none), share, rtol=1e-10)
+    assert 0.05 < share.min() < 0.9
+
+
 @pytest.mark.parametrize("order", [pytest.param([0, 1], marks=pytest.mark.exhaustive), [1, 0]])
 def test_hours_of_a_truth_that_is_joined_with_six_hourly_fields(folder, observed, order, tmp_path):
     """The truth's sums and those of persistence are over the six hours that the forecast states."""

@@ -1,5 +1,6 @@
 """The evaluate and compare commands: score stored forecasts, and compare the scores of runs."""
 
+import math
 import os
 import re
 import sys
@@ -34,7 +35,8 @@ if TYPE_CHECKING:
     from credit_dp.evaluation.comparison import Comparison
     from credit_dp.evaluation.forecast_store import ForecastStore
     from credit_dp.evaluation.scorecard import Scorecard
-    from credit_dp.evaluation.stations import StationScores
+    from credit_dp.evaluation.station_scores import StationScores
+    from credit_dp.evaluation.stations import StationOptions
 
 
 EVALUATE_HELP = """\
@@ -65,13 +67,18 @@ If it is killed, the same command continues where it stopped.
 Observations are in netCDF or zarr, with the dims time and station and the latitudes and longitudes
 of the stations, or in CSV with the columns station, time, latitude, longitude and one of numbers
 for each variable, like t2m or 't2m [degC]', or as in the archive of ASOS. FILE may also be a folder
-of ISD-Lite, with isd-history.csv in it. Forecasts without levels are interpolated bilinearly.
-FOLDER gets scores.csv, and stations.csv with the scores of each station. Of the keys below,
-missing, tolerance, dates, hours, variables, regions, masked and limits have an effect.
+of ISD-Lite, with isd-history.csv in it. Forecasts without levels are interpolated. FOLDER gets
+scores.csv, stations.csv with the scores of each station, hours.csv with those of each hour of the
+day and, of ensembles, rank_histograms.csv. Of the keys below, the first six and dates, hours,
+variables, regions, masked and limits have an effect.
 
   missing=[-9999,M]          values that mean missing at stations, beside what is empty
   tolerance=15min            time from a date of the forecast up to which the nearest observation of
                              a station counts as one of that date; without it only those at the date
+  interpolate=nearest        to stations from the nearest row and column; without it bilinearly
+  orography=STORE            has geopotential_at_surface on the forecast's grid: corrects
+                             2m_temperature for the elevation of stations, by lapse_rate=6.5 K/km
+  weights=density            stations count one over the number of stations within 75 km
   grid=121x240               regrid the truth to this many rows and columns while it is read, with
                              regrid=conservative or bilinear; without truth= as for the forecast
   climatology=STORE          by hour and dayofyear, as in WeatherBench 2
@@ -107,6 +114,10 @@ EVALUATE_KEYS: Mapping[str, Any] = {
     "stations": "",
     "missing": [],
     "tolerance": "",
+    "interpolate": "",
+    "orography": "",
+    "lapse_rate": None,
+    "weights": "",
     "out": "",
     "grid": None,
     "regrid": None,
@@ -129,7 +140,7 @@ KEYS_OF_FIELDS = (
     *("truth", "grid", "regrid", "climatology", "climatology_dates"),
     *("levels", "boundary", "events", "fss"),
 )
-KEYS_OF_STATIONS = ("missing", "tolerance")
+KEYS_OF_STATIONS = (*("missing", "tolerance", "interpolate", "orography", "lapse_rate", "weights"),)
 # Of the table of stations in the terminal: score, index of the source, heading.
 STATION_COLUMNS = (
     ("rmse", 0, "RMSE"),
@@ -182,16 +193,9 @@ def evaluate(arguments: Sequence[str], program: str) -> int:
         if keys["stations"]:
             with screen.report() as report:
                 at_stations = score_stations(
-                    request,
-                    forecast,
-                    keys["stations"],
-                    report,
-                    to_texts("missing", keys["missing"]),
-                    parse_tolerance(keys["tolerance"]),
+                    request, forecast, keys["stations"], report, station_options(keys)
                 )
-            folder.write_files(
-                {"scores.csv": at_stations.to_csv(), "stations.csv": at_stations.stations_csv()}
-            )
+            folder.write_files(at_stations.files())
             lines = [*station_lines(at_stations), "", f"{folder.out / 'scores.csv'}"]
         else:
             with screen.report() as report, collect_data_notes() as notes:
@@ -212,7 +216,7 @@ def evaluate_checkpoint(arguments: Sequence[str], program: str) -> int:
     keys, overrides = split_keys(args.overrides, EVALUATE_KEYS)
     check_overrides(overrides, EVALUATE_KEYS, program)
     for key in ("forecast", "stations", *KEYS_OF_STATIONS):
-        if keys[key]:
+        if keys[key] != EVALUATE_KEYS[key]:
             raise UserError(f"{key}: has no effect together with checkpoint=. Leave one out.")
     if not keys["out"]:
         raise UserError("out: needs the folder to write, like out=scores.")
@@ -375,9 +379,9 @@ def build_request(keys: Mapping[str, Any]) -> "ScoreRequest":
             raise UserError(f"{unused}: has no effect together with stations=. Leave one out.")
     else:
         for key in KEYS_OF_STATIONS:
-            if keys[key]:
+            if keys[key] != EVALUATE_KEYS[key]:
                 raise UserError(f"{key}: has an effect on stations= only. Leave it out.")
-    parse_tolerance(keys["tolerance"])
+    station_options(keys)
     home = os.environ.get("HOME", ".")
     return ScoreRequest(
         forecast=keys["forecast"],
@@ -416,6 +420,33 @@ def to_distances(distances: Sequence[Any], events: Mapping[str, Any]) -> tuple[f
     if distances and not events:
         raise UserError("fss: has an effect on events= only. Leave it out, or give events=.")
     return tuple(map(float, distances))
+
+
+def station_options(keys: Mapping[str, Any]) -> "StationOptions":
+    """Return what the keys for stations say.
+
+    Raises:
+        UserError: one has a value that it can't have, or no effect.
+    """
+    from credit_dp.evaluation.stations import StationOptions
+
+    for key, choices in {"interpolate": ("bilinear", "nearest"), "weights": ("density",)}.items():
+        if keys[key] and keys[key] not in choices:
+            raise UserError(f"{key}: needs {' or '.join(choices)}, got {keys[key]}.")
+    rate = keys["lapse_rate"]
+    if rate is not None:
+        if isinstance(rate, bool) or not isinstance(rate, int | float) or not math.isfinite(rate):
+            raise UserError(f"lapse_rate: needs a number in K/km, like 6.5, got {rate}.")
+        if not keys["orography"]:
+            raise UserError("lapse_rate: has an effect with orography= only. Leave it out.")
+    return StationOptions(
+        missing=to_texts("missing", keys["missing"]),
+        tolerance=parse_tolerance(keys["tolerance"]),
+        nearest=keys["interpolate"] == "nearest",
+        orography=keys["orography"],
+        by_density=keys["weights"] == "density",
+        **({} if rate is None else {"lapse_rate": float(rate)}),
+    )
 
 
 def parse_tolerance(text: str) -> "np.timedelta64 | None":

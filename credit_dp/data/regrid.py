@@ -171,7 +171,7 @@ class Regridder:
 
 @final
 class PointInterpolation:
-    """Bilinear interpolation from rows and columns to any points.
+    """Interpolation from rows and columns to any points: bilinear, or from the nearest ones.
 
     It is linear in latitude and in longitude or, on a projection, in rows and columns.
 
@@ -182,13 +182,19 @@ class PointInterpolation:
         source: rows from the north, and columns, of the globe or a region.
         latitude, longitude: of the points in degrees, of one shape.
         projected: whether the source may be on a projection, with winds that lie along it.
+        nearest: whether points have the value of the nearest row and column.
 
     Raises:
         UserError: without a key, that the source does not cover the points, or is on a projection.
     """
 
     def __init__(
-        self, source: Grid, latitude: Array, longitude: Array, projected: bool = False
+        self,
+        source: Grid,
+        latitude: Array,
+        longitude: Array,
+        projected: bool = False,
+        nearest: bool = False,
     ) -> None:
         self._width = source[1]
         if source.is_projected and not projected:
@@ -199,9 +205,11 @@ class PointInterpolation:
             self._rows, self._columns = (
                 _between(at, size) for at, size in zip(position, source, strict=True)
             )
-            return
-        self._rows = _rows_around_points(source, latitude)
-        self._columns = _columns_around_points(source, longitude)
+        else:
+            self._rows = _rows_around_points(source, latitude)
+            self._columns = _columns_around_points(source, longitude)
+        if nearest:
+            self._rows, self._columns = map(_largest, (self._rows, self._columns))
 
     def source_rows(self, points: Points) -> slice:
         """Return which rows points need, selected in the first dim."""
@@ -226,9 +234,8 @@ class PointInterpolation:
         at = (rows.at - first)[..., :, None] * self._width + columns.at[..., None, :]
         weight = rows.weight[..., :, None] * columns.weight[..., None, :]
         shape = at.shape[:-2]
-        means = partial(
-            _weighted_sum, index=at.reshape(*shape, 4), weight=weight.reshape(*shape, 4)
-        )
+        flat = *shape, at.shape[-2] * at.shape[-1]
+        means = partial(_weighted_sum, index=at.reshape(flat), weight=weight.reshape(flat))
         result = np.empty((*fields.shape[:-2], *shape), dtype=fields.dtype)
         for index in np.ndindex(fields.shape[:-2]):
             result[index] = _means_of_valid(fields[index].astype(np.float64).ravel(), means)
@@ -368,6 +375,12 @@ def _positions(centres: Array, points: Array) -> Array:
 
 def _cross(a: Array, b: Array) -> Array:
     return np.asarray(a[0] * b[1] - a[1] * b[0])
+
+
+def _largest(weights: Weights) -> Weights:
+    """Return the values with the largest weight alone; of equal ones the first."""
+    largest = weights.weight.argmax(axis=-1)[..., None]
+    return Weights(np.take_along_axis(weights.at, largest, -1), np.ones(largest.shape))
 
 
 def _between(position: Array, size: int) -> Weights:

@@ -1,7 +1,6 @@
 """Score forecasts against observations at stations, beside the persistence of each observation.
 
-Forecasts are interpolated bilinearly to the stations, and compared with the observations of the
-same time. Each observation counts the same.
+Forecasts are interpolated to the stations, and compared with the observations of the same time.
 """
 
 from collections import Counter
@@ -13,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from credit_dp.data.cache import ProgressCallback
-from credit_dp.data.channels import suggest_names
-from credit_dp.data.grid import GLOBAL, REGIONS, check_regions
+from credit_dp.data.channels import Channel, suggest_names
+from credit_dp.data.grid import GLOBAL, REGIONS, Degrees, check_regions, unit_vectors
 from credit_dp.data.limits import (
     HUGE,
     are_fill_values,
@@ -23,8 +22,15 @@ from credit_dp.data.limits import (
     physical_range,
 )
 from credit_dp.data.regrid import PointInterpolation, outside_points
+from credit_dp.data.sources.opening import open_single_source
 from credit_dp.data.sources.source import VariableInfo
-from credit_dp.data.units import ValueRange, canonical_unit, find_conversion, usual_unit
+from credit_dp.data.units import (
+    GRAVITY,
+    ValueRange,
+    canonical_unit,
+    find_conversion,
+    usual_unit,
+)
 from credit_dp.data.winds import lies_along_grid, other_component
 from credit_dp.errors import UserError, counted
 from credit_dp.evaluation.alignment import (
@@ -33,137 +39,43 @@ from credit_dp.evaluation.alignment import (
     common_step_hours,
     initial_time_indices,
     lead_time_indices,
+    translate_error_keys,
 )
 from credit_dp.evaluation.forecast_store import ForecastStore
-from credit_dp.evaluation.metric_table import FORECAST, PERSISTENCE
-from credit_dp.evaluation.observations import Indices, Observations, Values, nearest_reports
-from credit_dp.evaluation.scorecard import CSV_COLUMNS
-from credit_dp.plain_text import csv_text
+from credit_dp.evaluation.observations import Observations, Values, nearest_reports
+from credit_dp.evaluation.station_scores import StationScores, StationSums
+from credit_dp.sphere import EARTH_RADIUS
 from credit_dp.variable_names import canonical_name
 
 MAX_BYTES = 2**28  # of forecasts that are read at once
-STATION_COLUMNS = (
-    *("station", "latitude", "longitude", "variable", "unit", "lead_hours", "of"),
-    *("observations", "rmse", "bias", "crps"),
-)
-SOURCES = (FORECAST, PERSISTENCE)
+TEMPERATURE, GROUND = "2m_temperature", "geopotential_at_surface"
+LOWEST, HIGHEST = -500.0, 9000.0  # metres, of elevations that are no fill values
+NEIGHBOUR_KM = 75.0
+STATIONS_AT_ONCE = 1000
 DAY = np.timedelta64(24, "h")
 
 
 @final
-class StationSums:
-    """The sums of one variable's scores at each station, by source and lead time, `(2, L, S)`."""
-
-    def __init__(self, leads: int, stations: int) -> None:
-        shape = (len(SOURCES), leads, stations)
-        # Of observations, squared errors, errors, distances (see `crps`) and variances.
-        self._all = [np.zeros(shape) for _ in range(5)]
-
-    def add(
-        self, source: int, lead: int, stations: Indices, members: Values, observed: Values
-    ) -> NDArray[np.bool_]:
-        """Add the members `(M, n)` of one forecast, and return which of them are scored, `(n,)`.
-
-        Args:
-            observed: `(n,)`; NaN without an observation.
-        """
-        number = len(members)
-        mean = members.mean(axis=0)
-        error = mean - observed
-        distance = np.abs(members - observed).mean(axis=0)
-        variance = np.zeros_like(error)
-        if number > 1:
-            # The sum over all pairs, from the members in order; fair: of different members.
-            ranks = 2 * np.arange(1, number + 1) - number - 1
-            pairs = np.tensordot(ranks, np.sort(members, axis=0), 1)
-            distance -= pairs / (number * (number - 1))
-            variance = members.var(axis=0, ddof=1)
-        scored: NDArray[np.bool_] = np.isfinite(error)
-        values = (scored, error**2, error, distance, variance)
-        for sums, each in zip(self._all, values, strict=True):
-            sums[source, lead, stations] += np.where(scored, each, 0)
-        return scored
-
-    def means(self, stations: NDArray[np.bool_]) -> dict[str, Values]:
-        """Return the scores over some stations, `(2, L)`; NaN without observations."""
-        return self._scores(*(sums[..., stations].sum(axis=-1) for sums in self._all))
-
-    def of_stations(self) -> dict[str, Values]:
-        """Return the scores of each station, `(2, L, S)`; NaN without observations."""
-        return self._scores(*self._all)
-
-    @staticmethod
-    def _scores(
-        count: Values, squares: Values, errors: Values, crps: Values, variances: Values
-    ) -> dict[str, Values]:
-        some = np.where(count > 0, count, np.nan)
-        return {
-            "observations": count,
-            "rmse": np.sqrt(squares / some),
-            "bias": errors / some,
-            "crps": crps / some,
-            "spread": np.sqrt(variances / some),
-        }
-
-
-@final
 @dataclass(frozen=True)
-class StationScores:
-    """Scores at the stations that a forecast covers.
+class StationOptions:
+    """How observations are read, and forecasts compared with them.
 
     Attributes:
-        regions: names of the globe and of the regions in the request.
-        notes: why others don't, and which units were assumed.
+        missing: numbers and texts that stand for missing values.
+        tolerance: from a date of the forecast up to which an observation counts as one of that
+            date, the nearest one of each station; None: at the date alone.
+        nearest: whether forecasts are taken from the nearest row and column, not interpolated.
+        orography: a store with the height of the model's ground; empty: no correction for height.
+        lapse_rate: by which 2 m temperature is corrected, K km-1.
+        by_density: whether stations count less where there are many, see `density_weights`.
     """
 
-    observations: Observations
-    members: int
-    hours: Sequence[int]
-    units: Mapping[str, str]
-    sums: Mapping[str, StationSums]
-    regions: Sequence[str]
-    coverage: str
-    notes: Sequence[str]
-
-    def of_region(self, variable: str, region: str) -> dict[str, Values]:
-        """Return the scores of a variable over the stations of a region, `(2, L)`."""
-        seen = self.observations
-        return self.sums[variable].means(REGIONS[region].holds(seen.latitude, seen.longitude))
-
-    def to_csv(self) -> str:
-        """Return the scores over all stations, and those of regions, as CSV."""
-        rows: list[Sequence[object]] = []
-        for region in self.regions:
-            for variable in self.sums:
-                for score, values in self.of_region(variable, region).items():
-                    if score == "spread" and self.members == 1:
-                        continue
-                    unit = "" if score == "observations" else self.units[variable]
-                    rows += [
-                        (variable, "", unit, hours, score, source, _number(values[s, x]), region)
-                        for x, hours in enumerate(self.hours)
-                        for s, source in enumerate(SOURCES[: 1 if score == "spread" else 2])
-                    ]
-        return csv_text(CSV_COLUMNS, rows)
-
-    def stations_csv(self) -> str:
-        """Return the scores of each station as CSV, of those with observations."""
-        seen, rows = self.observations, []
-        for variable, sums in self.sums.items():
-            scores = sums.of_stations()
-            for s, x, station in np.argwhere(scores["observations"] > 0):
-                place = seen.names[station], seen.latitude[station], seen.longitude[station]
-                values = (_number(scores[name][s, x, station]) for name in STATION_COLUMNS[-4:])
-                rows.append(
-                    (*place, variable, self.units[variable], self.hours[x], SOURCES[s], *values)
-                )
-        return csv_text(STATION_COLUMNS, rows)
-
-
-def _number(value: np.float64) -> str:
-    if not np.isfinite(value):
-        return ""
-    return repr(int(value) if value == int(value) else float(value))
+    missing: Sequence[str] = ()
+    tolerance: np.timedelta64 | None = None
+    nearest: bool = False
+    orography: str = ""
+    lapse_rate: float = 6.5
+    by_density: bool = False
 
 
 def score_stations(
@@ -171,14 +83,9 @@ def score_stations(
     forecast: ForecastStore,
     where: str,
     report: ProgressCallback,
-    missing: Sequence[str] = (),
-    tolerance: np.timedelta64 | None = None,
+    options: StationOptions,
 ) -> StationScores:
     """Score a forecast store against the observations at an address.
-
-    Args:
-        tolerance: from a date of the forecast up to which an observation counts as one of that
-            date, the nearest one of each station; None: at the date alone.
 
     Raises:
         UserError: a store is invalid, nothing can be compared, or a forecast has NaN.
@@ -189,13 +96,13 @@ def score_stations(
     times = forecast.initial_times[inits]
     spans = forecast.lead_times[leads]
     common_step_hours(forecast, times, spans)  # refuses parts of hours
-    stored = Observations.open(where, missing)
+    stored = Observations.open(where, options.missing)
     if stored.calendar != forecast.calendar:
         raise UserError(
             f"{stored.where}: has dates of the {stored.calendar.name} calendar, the "
             f"forecast of the {forecast.calendar.name} one. Change stations."
         )
-    given = stored
+    given, tolerance = stored, options.tolerance
     valid = np.unique(times[:, None] + spans)
     if tolerance is not None:
         dates = np.union1d(valid, times)  # persistence needs the initial times, too
@@ -221,10 +128,19 @@ def score_stations(
         values={column.name: column.values for column in columns},
         units={column.name: column.unit for column in columns},
     ).of_stations(in_region)
+    places = observations.latitude, observations.longitude
     interpolation = PointInterpolation(
-        forecast.grid, observations.latitude, observations.longitude, projected=True
+        forecast.grid, *places, projected=True, nearest=options.nearest
     )
-    sums = {name: StationSums(len(leads), len(observations.names)) for name in pairs}
+    regions = tuple(dict.fromkeys([GLOBAL, *request.regions]))
+    inside = np.stack([REGIONS[region].holds(*places) for region in regions])
+    shifts, height_notes = _height_shifts(options, forecast, observations, interpolation)
+    sums = {
+        name: StationSums(
+            len(leads), forecast.members, inside, _weights(options, observations, name, valid)
+        )
+        for name in pairs
+    }
     is_scored = {name: np.zeros(len(observations.times), bool) for name in pairs}
     for done, column in enumerate(columns):
         name, values = column.name, observations.values[column.name]
@@ -232,16 +148,20 @@ def score_stations(
             fields = forecast.read(name, (), inits[block[0]], leads[block[1]])[..., 0, :, :]
             for i, x in np.ndindex(fields.shape[:2]):
                 init, lead = block[0].start + i, block[1].start + x
-                rows = observations.at(times[init] + spans[lead])
+                time = times[init] + spans[lead]
+                rows = observations.at(time)
                 if rows.start == rows.stop:
                     continue
                 stations = observations.station[rows]
                 band = fields[i, x][:, interpolation.source_rows(stations)].astype(np.float64)
                 members = np.asarray(interpolation(band, stations), np.float64)
                 column.check_forecast(request, forecast, members, inits[init], leads[lead])
+                if name in shifts:
+                    members += shifts[name][stations]
+                hour = int((time - time.astype("M8[D]")) / HOUR)
                 persistent = _at_initial_time(observations, name, times[init])[stations]
-                scored = sums[name].add(0, lead, stations, members, values[rows])
-                sums[name].add(1, lead, stations, persistent[None], values[rows])
+                scored = sums[name].add(0, lead, hour, stations, members, values[rows])
+                sums[name].add(1, lead, hour, stations, persistent[None], values[rows])
                 is_scored[name][rows] |= scored
         report("scoring", (done + 1) / len(pairs))
         if not is_scored[name].any():
@@ -261,10 +181,121 @@ def score_stations(
         [int(x / HOUR) for x in spans],
         {column.name: column.unit for column in columns},
         sums,
-        tuple(dict.fromkeys([GLOBAL, *request.regions])),
+        regions,
         coverage,
-        [*given.notes, *notes, *(note for column in columns for note in column.notes)],
+        [
+            *given.notes,
+            *notes,
+            *(note for column in columns for note in column.notes),
+            *height_notes,
+        ],
     )
+
+
+def _height_shifts(
+    options: StationOptions,
+    forecast: ForecastStore,
+    observations: Observations,
+    interpolation: PointInterpolation,
+) -> tuple[dict[str, Values], list[str]]:
+    """Return what corrects forecasts for the height of stations, `(S,)`, by variable, and notes.
+
+    Temperature falls by the lapse rate from the model's ground up to the station; it stays as it
+    is at a station whose elevation is not known.
+    """
+    names = [name for name in observations.values if canonical_name(name) == TEMPERATURE]
+    if not names and options.orography:
+        raise UserError(
+            f"orography: has an effect on {TEMPERATURE} only, which is not scored. Leave it out."
+        )
+    if not names:
+        return {}, []
+    has_elevation = (observations.elevation > LOWEST) & (observations.elevation < HIGHEST)
+    if not options.orography:
+        return {}, [f"{names[0]} is not corrected for height, as orography= is not given"]
+    ground = interpolation(_model_heights(options.orography, forecast))
+    has_elevation &= np.isfinite(ground)
+    if not has_elevation.any():
+        return {}, [f"{names[0]} is not corrected for height, as no station has an elevation"]
+    above = np.where(has_elevation, observations.elevation - ground, 0.0)
+    in_kelvin = -options.lapse_rate / 1000 * above
+    note = (
+        f"{names[0]} is corrected for height by {options.lapse_rate:g} K/km at "
+        f"{has_elevation.sum():,} of {counted(len(above), 'station')}"
+    )
+    scales = {name: _conversion_between("K", observations.units[name]) for name in names}
+    return {name: scale * in_kelvin for name, scale in scales.items()}, [note]
+
+
+def _conversion_between(unit: str, other: str) -> float:
+    conversion = find_conversion(unit, other)
+    return 1.0 if conversion is None else conversion[0]
+
+
+def _model_heights(where: str, forecast: ForecastStore) -> Values:
+    """Return the height of the forecast model's ground in metres, `(H, W)`."""
+    with translate_error_keys("orography"):
+        source = open_single_source(where, (GROUND,))
+    variable = source.variables.get(GROUND)
+    if variable is None:
+        raise UserError(
+            f"{source.where}: no {GROUND}. {suggest_names(GROUND, source.variables)}. Change "
+            "orography."
+        )
+    differing = source.grid.difference(forecast.grid)
+    if differing:
+        raise UserError(
+            f"{source.where}: needs the forecast's grid, but has {differing[0]}, where the "
+            f"forecast has {differing[1]}. Change orography."
+        )
+    conversion = find_conversion(variable.units, "m2 s-2")
+    if not variable.units or conversion is None:
+        raise UserError(
+            f"{source.where}: {GROUND} needs units of m2 s-2 or m, got '{variable.units}'. Set its "
+            "attribute units, or change orography."
+        )
+    with translate_error_keys("orography"):
+        field = source.read([Channel(GROUND)], slice(0, 1), slice(0, source.grid[0]))[0, 0]
+    limits = physical_range(GROUND, variable, None, variable.units)
+    if limits is not None and limits.outside(field).any():
+        raise UserError(
+            f"{source.where}: {GROUND} is {np.nanmin(field):g} to {np.nanmax(field):g} "
+            f"{variable.units}, but its limits are {limits.low:g} to {limits.high:g}. Set its "
+            "attribute units, or change orography."
+        )
+    heights: Values = (field.astype(np.float64) * conversion[0] + conversion[1]) / GRAVITY
+    return heights
+
+
+def _weights(
+    options: StationOptions,
+    observations: Observations,
+    name: str,
+    valid: NDArray[np.datetime64],
+) -> Values:
+    """Return the weights of stations in the scores of a variable, `(S,)`."""
+    weights = np.ones(len(observations.names))
+    if options.by_density:
+        counts = np.isfinite(observations.values[name]) & np.isin(observations.times, valid)
+        reporting = np.unique(observations.station[counts])
+        places = observations.latitude[reporting], observations.longitude[reporting]
+        weights[reporting] = density_weights(*places)
+    return weights
+
+
+def density_weights(latitude: Degrees, longitude: Degrees) -> Values:
+    """Return one over the number of stations within `NEIGHBOUR_KM`, itself included, `(S,)`."""
+    order = np.argsort(latitude)
+    rising, points = latitude[order], unit_vectors(latitude[order], longitude[order])
+    angle = 1000 * NEIGHBOUR_KM / EARTH_RADIUS
+    weights = np.empty(len(order))
+    for first in range(0, len(order), STATIONS_AT_ONCE):
+        some = slice(first, first + STATIONS_AT_ONCE)
+        south, north = rising[some][[0, -1]] + np.degrees(angle) * np.array([-1.01, 1.01])
+        near = slice(*rising.searchsorted([south, north]))
+        is_near = points[:, some].T @ points[:, near] >= np.cos(angle)
+        weights[order[some]] = 1 / is_near.sum(axis=1)
+    return weights
 
 
 def _at_initial_time(observations: Observations, name: str, time: np.datetime64) -> Values:

@@ -5,6 +5,7 @@ import os
 import tracemalloc
 from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,8 @@ from credit_dp.errors import UserError
 from credit_dp.evaluation.alignment import ScoreRequest
 from credit_dp.evaluation.forecast_store import ForecastStore
 from credit_dp.evaluation.observations import Observations
-from credit_dp.evaluation.stations import StationScores, score_stations
+from credit_dp.evaluation.station_scores import StationScores, StationSums
+from credit_dp.evaluation.stations import StationOptions, density_weights, score_stations
 from tests.cli.invocation import answer
 from tests.data import region_grids, wind_stores
 from tests.data.proj import project
@@ -60,14 +62,15 @@ def scored(
     name: str,
     where: str = "stations.nc",
     missing: tuple[str, ...] = (),
-    tolerance: np.timedelta64 | None = None,
-    **options: object,
+    **keys: object,
 ) -> StationScores:
-    request = ScoreRequest(forecast=name, truth=(), cache="", **options)  # type: ignore[arg-type]
+    """Score with some keys of the request, and of the options of stations."""
+    names = {field.name for field in fields(StationOptions)}
+    options = StationOptions(missing, **{k: x for k, x in keys.items() if k in names})  # type: ignore[arg-type]
+    rest = {key: value for key, value in keys.items() if key not in names}
+    request = ScoreRequest(forecast=name, truth=(), cache="", **rest)  # type: ignore[arg-type]
     forecast = ForecastStore.open(str(folder / name))
-    return score_stations(
-        request, forecast, str(folder / where), lambda title, done: None, missing, tolerance
-    )
+    return score_stations(request, forecast, str(folder / where), lambda title, done: None, options)
 
 
 def table(text: str) -> list[dict[str, str]]:
@@ -208,13 +211,13 @@ def test_the_command(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert f"stations.nc: {STATIONS} of {STATIONS} stations and " in said
     assert "24 h, tropics" in said
     assert said.endswith("scores/scores.csv\n")
-    assert sorted(path.name for path in (folder / "scores").iterdir()) == [
-        "scores.csv",
-        "stations.csv",
-    ]
     expected = scored(folder, "three.zarr", regions=("tropics",))
-    assert (folder / "scores" / "scores.csv").read_text() == expected.to_csv()
-    assert (folder / "scores" / "stations.csv").read_text() == expected.stations_csv()
+    assert {path.name: path.read_text() for path in (folder / "scores").iterdir()} == {
+        "scores.csv": expected.to_csv(),
+        "stations.csv": expected.stations_csv(),
+        "hours.csv": expected.hours_csv(),
+        "rank_histograms.csv": expected.ranks_csv(),
+    }
 
 
 def test_keys_that_are_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -233,6 +236,13 @@ def test_keys_that_are_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) ->
         (["tolerance=99999h"], "tolerance: needs minutes or hours, like 15min or 1h, got 99999h."),
         (["tolerance=4h"], "tolerance: needs less than 180min, half the time between dates of"),
         (["tolerance=15"], "tolerance: needs minutes or hours, like 15min or 1h, got 15."),
+        (["interpolate=cubic"], "interpolate: needs bilinear or nearest, got cubic."),
+        (["weights=area"], "weights: needs density, got area."),
+        (["lapse_rate=6.5"], "lapse_rate: has an effect with orography= only. Leave it out."),
+        (["orography=a.nc", "lapse_rate=steep"], "lapse_rate: needs a number in K/km, like 6.5"),
+        (["orography=a.nc", "lapse_rate=.nan"], "lapse_rate: needs a number in K/km, like 6.5"),
+        (["orography=none.nc"], "none.nc: no such file. Set orography to one that exists."),
+        (["stations=", "truth=truth.zarr", "orography=a.nc"], "orography: has an effect on st"),
     ):
         given = {"forecast": "one.zarr", "stations": "stations.nc", "out": "refused"}
         given |= dict(key.split("=", 1) for key in keys)
@@ -443,7 +453,9 @@ def test_implausible_columns_are_refused(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"3 of 3 observations of t2m .* look like degC: .* units"):
         scored(folder, "one.zarr", where)
     stated = store_of(tmp_path / "stated.nc", ["12", "13", "14"], "degC")
-    assert scored(folder, "one.zarr", stated).notes == []
+    assert scored(folder, "one.zarr", stated).notes == [
+        "2m_temperature is not corrected for height, as orography= is not given"
+    ]
 
 
 def test_names_of_stations_are_not_formulas(folder: Path, tmp_path: Path) -> None:
@@ -632,3 +644,239 @@ def test_winds_along_a_projection_are_turned(tmp_path: Path) -> None:
         # Rows and columns of the map are no straight lines in degrees.
         errors = found.sums[name].of_stations()["bias"][0, 0]
         assert errors == pytest.approx(np.zeros(3), abs=0.01)
+
+
+HOURS = np.timedelta64(1, "h")
+
+
+def cases(folder: Path, name: str) -> list[tuple[int, int, int, np.ndarray, float]]:
+    """Lead and valid hour, station, members and observation of each comparison."""
+    seen = observations(forecasts.truth())
+    made = xr.open_zarr(folder / name, decode_timedelta=True, consolidated=False)["2m_temperature"]
+    found = []
+    for init in made["time"].values:
+        for lead in made["prediction_timedelta"].values:
+            field = made.sel(time=init, prediction_timedelta=lead)
+            hour = int((init + lead - (init + lead).astype("M8[D]")) / HOURS)
+            for i in range(STATIONS):
+                value = float(seen["t2m"].isel(station=i).sel(time=init + lead)) + 273.15
+                if not np.isnan(value):
+                    place = map(float, (seen["lat"][i], seen["lon"][i]))
+                    found.append((int(lead / HOURS), hour, i, bilinear(field, *place), value))
+    return found
+
+
+def test_scores_by_hour_of_the_day(folder: Path) -> None:
+    rows = table(scored(folder, "three.zarr", regions=("northern-hemisphere",)).hours_csv())
+    latitude = observations(forecasts.truth())["lat"].values
+    expected = defaultdict(list)
+    for lead, hour, i, members, value in cases(folder, "three.zarr"):
+        for region in ("global", *(["northern-hemisphere"] if latitude[i] >= 20 else [])):
+            expected[lead, hour, region].append(members.mean() - value)
+    found = {
+        (int(row["lead_hours"]), int(row["hour"]), row["region"]): row
+        for row in rows
+        if row["of"] == "forecast"
+    }
+    assert {*found} == {*expected}
+    assert {hour for _, hour, _ in found} == {0, 6, 12, 18}
+    for key, errors in expected.items():
+        assert int(found[key]["observations"]) == len(errors)
+        rmse = np.sqrt(np.mean(np.square(errors)))
+        assert float(found[key]["rmse"]) == pytest.approx(rmse, rel=1e-9)
+        assert float(found[key]["bias"]) == pytest.approx(np.mean(errors), rel=1e-9, abs=1e-9)
+
+
+def test_rank_histograms(folder: Path) -> None:
+    rows = table(scored(folder, "three.zarr").ranks_csv())
+    counts = np.zeros((3, 4))
+    for lead, _, _, members, value in cases(folder, "three.zarr"):
+        if lead:  # at 0 hours all members are equal
+            counts[[0, 6, 24].index(lead), int((members < value).sum())] += 1
+    found = np.array([float(row["frequency"]) for row in rows]).reshape(3, 4)
+    np.testing.assert_allclose(found.sum(axis=1), 1, rtol=1e-12)
+    np.testing.assert_allclose(found[1:], counts[1:] / counts[1:].sum(axis=1, keepdims=True))
+    assert [(row["lead_hours"], row["rank"]) for row in rows[:5]] == [
+        *(("0", str(rank)) for rank in range(4)),
+        ("6", "0"),
+    ]
+
+
+def test_observations_that_equal_members_share_ranks() -> None:
+    sums = StationSums(1, 3, np.ones((1, 3), bool), np.array([1.0, 1.0, 2.0]))
+    members = np.array([[1.0, 2, 3], [1, 2, 5], [4, 2, 6]])
+    sums.add(0, 0, 12, np.arange(3), members, np.array([1.0, 2, 4]))
+    # Equal to two of three members, to all of them, and above one with twice the weight.
+    expected = [1 / 3 + 1 / 4, 1 / 3 + 1 / 4 + 2, 1 / 3 + 1 / 4, 1 / 4]
+    np.testing.assert_allclose(sums.ranks, [expected], rtol=1e-14)
+
+
+def uniform_forecast(path: Path, field: np.ndarray) -> None:
+    """Write a forecast of 2 m temperature for noon on a grid of 30 degrees."""
+    lead = np.array([12], "m8[h]").astype("m8[ns]")
+    dims = ("time", "prediction_timedelta", "latitude", "longitude")
+    xr.Dataset(
+        {"2m_temperature": (dims, field.astype("f4")[None, None], {"units": "K"})},
+        {
+            "time": [np.datetime64("2000-01-02", "ns")],
+            "prediction_timedelta": lead,
+            "latitude": np.arange(75.0, -90, -30),
+            "longitude": np.arange(0.0, 360, 30),
+        },
+    ).to_netcdf(path)
+
+
+def test_the_nearest_row_and_column(tmp_path: Path) -> None:
+    field = 270.0 + np.arange(72).reshape(6, 12) / 8
+    uniform_forecast(tmp_path / "made.nc", field)
+    # Latitude and longitude, and the row and column there.
+    places = [(50, 14, 1, 0), (-30.5, 346, 4, 0), (89, 200, 0, 7), (31, 44, 1, 1)]
+    lines = [f"S{i},{NOON},{at[0]},{at[1]},280\n" for i, at in enumerate(places)]
+    (tmp_path / "there.csv").write_text(HEADER + "".join(lines))
+    found = scored(tmp_path, "made.nc", "there.csv", nearest=True).sums["2m_temperature"]
+    expected = [field[row, column] - 280 for *_, row, column in places]
+    np.testing.assert_allclose(found.of_stations()["bias"][0, 0], expected, atol=1e-9)
+    # Without a value there, no neighbour takes its place.
+    field[1, 1] = np.nan
+    uniform_forecast(tmp_path / "gaps.nc", field)
+    keys = {"nearest": True, "masked": ("2m_temperature",)}
+    gaps = scored(tmp_path, "gaps.nc", "there.csv", **keys).sums["2m_temperature"].of_stations()
+    assert gaps["observations"][0, 0].tolist() == [1, 1, 1, 0]
+
+
+def test_the_nearest_point_of_a_projection(tmp_path: Path) -> None:
+    fields = on_projection(tmp_path)
+    rows, columns = np.array([[0, 3.4, 11.6], [0, 7.6, 14.3]])
+    crs = "+proj=lcc +lat_1=38.5 +lat_2=38.5 +lat_0=38.5 +lon_0=-97.5 +R=6371229"
+    longitude, latitude = project(crs, 1.2e5 * (columns - 8), 1.2e5 * (rows - 6), "inverse")
+    lines = [f"S{i},{NOON},{latitude[i]},{longitude[i]},280\n" for i in range(3)]
+    (tmp_path / "there.csv").write_text(HEADER + "".join(lines))
+    found = scored(tmp_path, "lambert.nc", "there.csv", nearest=True)
+    biases = found.sums["2m_temperature"].of_stations()["bias"][0, 1]
+    expected = fields[1][[0, 3, 12], [0, 8, 14]].astype("f8") - 280
+    np.testing.assert_allclose(biases, expected, atol=1e-9)
+
+
+def orography(path: Path, metres: np.ndarray, **attributes: str) -> None:
+    units = {"units": "m2 s-2"} | attributes
+    values = 9.80665 * metres if units["units"] == "m2 s-2" else metres
+    xr.Dataset(
+        {"geopotential_at_surface": (("latitude", "longitude"), values, units)},
+        {"latitude": np.arange(75.0, -90, -30), "longitude": np.arange(0.0, 360, 30)},
+    ).to_netcdf(path)
+
+
+ELEVATED = "station,time,latitude,longitude,elevation,2m_temperature\n"
+
+
+def test_temperature_is_corrected_for_height(tmp_path: Path) -> None:
+    uniform_forecast(tmp_path / "made.nc", np.full((6, 12), 280.0))
+    metres = np.zeros((6, 12))
+    metres[2:4, 1:3] = [[400, 800], [400, 800]]
+    lines = [
+        f"high,{NOON},0,45,1600,280\n",  # 1000 m above the model's ground
+        f"low,{NOON},0,30,100,280\n",  # 300 m below it
+        f"unknown,{NOON},0,40,,280\n",
+        f"filled,{NOON},0,50,-9999,280\n",
+    ]
+    (tmp_path / "there.csv").write_text(ELEVATED + "".join(lines))
+    for unit in ("m2 s-2", "m"):
+        orography(tmp_path / f"{unit}.nc", metres, units=unit)
+        keys = {"orography": str(tmp_path / f"{unit}.nc")}
+        for rate, options in ((6.5, {}), (9.8, {"lapse_rate": 9.8})):
+            found = scored(tmp_path, "made.nc", "there.csv", **keys, **options)
+            bias = dict(
+                zip(
+                    found.observations.names,
+                    found.sums["2m_temperature"].of_stations()["bias"][0, 0],
+                    strict=True,
+                )
+            )
+            expected = {"high": -rate, "low": 0.3 * rate, "unknown": 0, "filled": 0}
+            assert bias == pytest.approx(expected, abs=1e-6)  # fields are read in float32
+            assert found.notes[-1] == (
+                f"2m_temperature is corrected for height by {rate:g} K/km at 2 of 4 stations"
+            )
+    # In the forecast's unit, of which a kelvin has 1.8.
+    made = xr.load_dataset(tmp_path / "made.nc", decode_timedelta=True)
+    made["2m_temperature"][:] = 44.33  # 280 K
+    made["2m_temperature"].attrs["units"] = "degF"
+    made.to_netcdf(tmp_path / "fahrenheit.nc")
+    (tmp_path / "there.csv").write_text(ELEVATED.replace("re\n", "re [K]\n") + "".join(lines))
+    found = scored(tmp_path, "fahrenheit.nc", "there.csv", **keys)
+    biases = found.sums["2m_temperature"].of_stations()["bias"][0, 0]
+    assert sorted(biases) == pytest.approx([-6.5 * 1.8, 0, 0, 1.95 * 1.8], abs=1e-5)
+
+
+def test_heights_that_are_not_corrected(tmp_path: Path) -> None:
+    uniform_forecast(tmp_path / "made.nc", np.full((6, 12), 280.0))
+    where = csv_of(tmp_path / "flat.csv", ["280", "281"])
+    orography(tmp_path / "ground.nc", np.full((6, 12), 1000.0))
+    ground = str(tmp_path / "ground.nc")
+    for keys, reason in (
+        ({"orography": ground}, "no station has an elevation"),
+        ({}, "orography= is not given"),
+    ):
+        found = scored(tmp_path, "made.nc", where, **keys)
+        assert found.notes[-1] == f"2m_temperature is not corrected for height, as {reason}"
+        assert found.of_region("2m_temperature", "global")["bias"][0, 0] == pytest.approx(-0.5)
+    (tmp_path / "flat.csv").write_text(f"{ELEVATED}A,{NOON},0,0,10,280\n")
+    for number, unit in enumerate(("feet", "")):
+        orography(tmp_path / f"{number}.nc", np.zeros((6, 12)), units=unit)
+        with pytest.raises(UserError, match=f"needs units of m2 s-2 or m, got '{unit}'"):
+            scored(tmp_path, "made.nc", where, orography=str(tmp_path / f"{number}.nc"))
+    orography(tmp_path / "factor.nc", np.full((6, 12), 20000.0), units="m")
+    coarse = xr.load_dataset(ground)
+    coarse.isel(longitude=slice(0, 12, 2)).to_netcdf(tmp_path / "coarse.nc")
+    coarse.rename(geopotential_at_surface="lsm").to_netcdf(tmp_path / "land.nc")
+    for name, said in (
+        (
+            "coarse.nc",
+            "needs the forecast's grid, but has a grid of 6x6, where the forecast has",
+        ),
+        ("land.nc", "no geopotential_at_surface"),
+        ("factor.nc", "geopotential_at_surface is 20000 to 20000 m, but its limits are -1019"),
+        ("none.nc", "Set orography to one that exists"),
+    ):
+        with pytest.raises(UserError, match=said) as caught:
+            scored(tmp_path, "made.nc", where, orography=str(tmp_path / name))
+        assert "\n" not in str(caught.value), name
+        assert "data.store" not in str(caught.value), name
+    (tmp_path / "wind.csv").write_text(f"station,time,lat,lon,msl\nA,{NOON},0,0,1e5\n")
+    made = xr.load_dataset(tmp_path / "made.nc", decode_timedelta=True) * 0 + 1e5
+    made.rename({"2m_temperature": "mean_sea_level_pressure"}).to_netcdf(tmp_path / "msl.nc")
+    with pytest.raises(UserError, match="orography: has an effect on 2m_temperature only, which"):
+        scored(tmp_path, "msl.nc", "wind.csv", orography=ground)
+
+
+def test_weights_by_density(tmp_path: Path) -> None:
+    # 0.5 degrees are 56 km, 1 degree 111 km: A has the neighbour B, and B also C; D has none.
+    uniform_forecast(tmp_path / "made.nc", np.full((6, 12), 280.0))
+    places = {"A": 0.0, "B": 0.5, "C": 1.0, "D": 10.0, "E": 0.1}
+    values = {"A": 281, "B": 282, "C": 283, "D": 290, "E": "NA"}  # E has no observation
+    lines = [f"{name},{NOON},0,{at},{values[name]}\n" for name, at in places.items()]
+    (tmp_path / "dense.csv").write_text(HEADER + "".join(lines))
+    found = scored(tmp_path, "made.nc", "dense.csv", by_density=True, regions=("tropics",))
+    weights = np.array([1 / 2, 1 / 3, 1 / 2, 1])
+    errors = -np.array([1.0, 2, 3, 10])
+    for region in ("global", "tropics"):
+        scores = {k: x[0, 0] for k, x in found.of_region("2m_temperature", region).items()}
+        assert scores["observations"] == 4
+        assert scores["bias"] == pytest.approx((weights * errors).sum() / weights.sum(), rel=1e-12)
+        rmse = np.sqrt((weights * errors**2).sum() / weights.sum())
+        assert scores["rmse"] == pytest.approx(rmse, rel=1e-12)
+    at_stations = found.sums["2m_temperature"].of_stations()["bias"][0, 0]
+    assert at_stations[:4] == pytest.approx(errors, rel=1e-12)
+
+
+def test_density_of_many_stations(monkeypatch: pytest.MonkeyPatch) -> None:
+    random = np.random.default_rng(3)
+    latitude = np.degrees(np.arcsin(random.uniform(0.95, 1, 300)))  # around the pole
+    longitude = random.uniform(-180, 180, 300)
+    phi, lam = np.deg2rad(latitude), np.deg2rad(longitude)
+    half = np.sin((phi[:, None] - phi) / 2) ** 2
+    half = half + np.cos(phi)[:, None] * np.cos(phi) * np.sin((lam[:, None] - lam) / 2) ** 2
+    near = 2 * 6367.5 * np.arcsin(np.sqrt(half)) <= 75  # haversine formula
+    assert near.sum(axis=1).max() > 1
+    monkeypatch.setattr("credit_dp.evaluation.stations.STATIONS_AT_ONCE", 7)
+    np.testing.assert_allclose(density_weights(latitude, longitude), 1 / near.sum(axis=1))

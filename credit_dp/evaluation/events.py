@@ -59,7 +59,9 @@ class Event:
     is_quantile: bool
 
     def occurs(self, fields: Tensor, threshold: Tensor | float) -> Tensor:
-        """Return where the event is in fields."""
+        """Return where the event is in fields of float32 values."""
+        # 0.025 in float32 is above 0.025: rounded as the fields are, a threshold equals itself.
+        threshold = torch.as_tensor(threshold, dtype=torch.float32)
         return fields > threshold if self.above else fields < threshold
 
 

@@ -60,6 +60,25 @@ def test_no_event(events: dict[str, object], words: str) -> None:
         parse_events(events, UNITS)
 
 
+@pytest.mark.parametrize(
+    ("text", "unit", "stored"),
+    [
+        (">25 mm", "m", 0.025),
+        (">1 mm", "m", 0.001),
+        ("<303.15", "K", 303.15),
+        (">300.1", "K", 300.1),
+        ("<0 degC", "K", 273.15),
+    ],
+)
+def test_a_value_on_the_threshold_is_no_event(text: str, unit: str, stored: float) -> None:
+    """Fields are float32, in which the threshold itself may be above or below its value."""
+    event = parse_events({"x": [text]}, {"x": unit})["x"][0]
+    field = np.float32(stored)
+    away = np.nextafter(field, np.float32(np.inf if event.above else -np.inf))
+    fields = torch.from_numpy(np.array([field, away])).double()
+    assert event.occurs(fields, event.value).tolist() == [False, True]
+
+
 def test_contingency_scores_are_those_of_the_library() -> None:
     # Of correct negatives, false alarms, misses and hits; its numbers to all digits.
     counts = np.array([[138.0, 27.0], [33.0, 26.0]])

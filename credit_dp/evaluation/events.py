@@ -247,13 +247,10 @@ def season_quantiles(
     fields: dict[int, FieldArray] = {}
     for window in windows:
         # Windows overlap: what the last one shares with this one is not read again.
-        last, fields = fields, {}
-        for index in window.tolist():
-            if index in last:
-                fields[index] = last[index]
-            else:
-                one = times[index : index + 1]
-                fields[index] = truth.read_channels([channel], one, rows)[0, 0]
+        fields = {index: fields[index] for index in window.tolist() if index in fields}
+        for index in window[~np.isin(window, [*fields])].tolist():
+            one = times[index : index + 1]
+            fields[index] = truth.read_channels([channel], one, rows)[0, 0]
         bands = [slice(x, x + ROWS_AT_ONCE) for x in range(0, truth.grid[0], ROWS_AT_ONCE)]
         if not fields:
             yield np.full(truth.grid, np.nan, np.float32)

@@ -1,6 +1,7 @@
 """Scores of events against brute force and the numbers of the library `scores` 2.7.0."""
 
 import csv
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +10,7 @@ import torch
 import xarray as xr
 
 from credit_dp.data.calendar import STANDARD
+from credit_dp.data.channels import Channel
 from credit_dp.data.grid import GLOBAL, Grid
 from credit_dp.errors import UserError
 from credit_dp.evaluation.events import (
@@ -20,6 +22,8 @@ from credit_dp.evaluation.events import (
     brier_score,
     parse_events,
     roc_area,
+    season_quantiles,
+    season_windows,
 )
 from credit_dp.evaluation.score_folder import scorecard_page
 from credit_dp.sphere import EARTH_RADIUS
@@ -307,6 +311,38 @@ def fraction(time: np.datetime64) -> float:
     year = time.astype("M8[Y]")
     start, end = (x.astype("M8[s]") for x in (year, year + 1))
     return float((time.astype("M8[s]") - start) / (end - start))
+
+
+class CountingStore:
+    """Fields of random numbers, which count how often they are read and how many are alive."""
+
+    def __init__(self) -> None:
+        self.grid = (3, 4)
+        self.reads = 0
+        self.alive = 0
+        self.most = 0
+
+    def read_channels(self, channels: object, times: np.ndarray, rows: slice) -> np.ndarray:
+        fields = np.random.default_rng(self.reads).random((1, 1, *self.grid), np.float32)
+        self.reads += 1
+        self.alive += 1
+        self.most = max(self.most, self.alive)
+        weakref.finalize(fields, self._end)
+        return fields
+
+    def _end(self) -> None:
+        self.alive -= 1
+
+
+def test_one_window_of_dates_is_in_memory() -> None:
+    times = np.arange("2001-01-01", "2003-01-01", dtype="M8[D]").astype("M8[s]")
+    windows = season_windows(times, STANDARD)
+    store = CountingStore()
+    found = season_quantiles(store, Channel("x"), 0.9, times, windows)  # type: ignore[arg-type]
+    assert len(list(found)) == 24
+    assert store.most == max(map(len, windows))
+    # Of the last window those in January were read with the first.
+    assert len(times) <= store.reads < 1.05 * len(times)
 
 
 def test_only_dates_of_the_forecasts_need_a_climate(stores: Path) -> None:

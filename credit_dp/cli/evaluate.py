@@ -68,9 +68,9 @@ Observations are in netCDF or zarr, with the dims time and station and the latit
 of the stations, or in CSV with the columns station, time, latitude, longitude and one of numbers
 for each variable, like t2m or 't2m [degC]', or as in the archive of ASOS. FILE may also be a folder
 of ISD-Lite, with isd-history.csv in it. Forecasts without levels are interpolated. FOLDER gets
-scores.csv, stations.csv with the scores of each station, hours.csv with those of each hour of the
-day and, of ensembles, rank_histograms.csv. Of the keys below, the first six and dates, hours,
-variables, regions, masked and limits have an effect.
+stations.html, a page with maps of errors, scores.csv, stations.csv with the scores of each station,
+hours.csv with those of each hour of the day and, of ensembles, rank_histograms.csv. Of the keys
+below, the first six and dates, hours, variables, regions, masked and limits have an effect.
 
   missing=[-9999,M]          values that mean missing at stations, beside what is empty
   tolerance=15min            time from a date of the forecast up to which the nearest observation of
@@ -141,14 +141,6 @@ KEYS_OF_FIELDS = (
     *("levels", "boundary", "events", "fss"),
 )
 KEYS_OF_STATIONS = (*("missing", "tolerance", "interpolate", "orography", "lapse_rate", "weights"),)
-# Of the table of stations in the terminal: score, index of the source, heading.
-STATION_COLUMNS = (
-    ("rmse", 0, "RMSE"),
-    ("rmse", 1, "RMSE persist."),
-    ("bias", 0, "BIAS"),
-    ("observations", 0, "observations"),
-    ("observations", 1, "of persist."),
-)
 # Of columns in the terminal, after the score's name.
 SOURCE_LABELS = {
     "forecast": "",
@@ -174,6 +166,7 @@ def evaluate(arguments: Sequence[str], program: str) -> int:
 
     from credit_dp.evaluation.score import score
     from credit_dp.evaluation.score_folder import ScoreFolder
+    from credit_dp.evaluation.station_page import station_page
     from credit_dp.evaluation.stations import score_stations
     from credit_dp.training.console import Screen, collect_data_notes
 
@@ -195,8 +188,9 @@ def evaluate(arguments: Sequence[str], program: str) -> int:
                 at_stations = score_stations(
                     request, forecast, keys["stations"], report, station_options(keys)
                 )
-            folder.write_files(at_stations.files())
-            lines = [*station_lines(at_stations), "", f"{folder.out / 'scores.csv'}"]
+            page = {"stations.html": station_page(at_stations)}
+            folder.write_files(at_stations.tables() | page)
+            lines = [*station_lines(at_stations), "", f"{folder.out / 'stations.html'}"]
         else:
             with screen.report() as report, collect_data_notes() as notes:
                 card = score(request, forecast, report)
@@ -466,26 +460,12 @@ def parse_tolerance(text: str) -> "np.timedelta64 | None":
 
 def station_lines(scores: "StationScores") -> list[str]:
     """Return what the terminal shows of scores at stations, for a few lead times."""
-    from credit_dp.data.grid import GLOBAL
-    from credit_dp.evaluation.score_folder import table_lead_indices
-    from credit_dp.evaluation.scorecard import three_digits
+    from credit_dp.evaluation.station_page import HEADINGS, station_tables
 
     lines = [f"{scores.observations.where}: {scores.coverage}"]
     lines += [f"note: {note}" for note in scores.notes]
-    headings = [heading for _, _, heading in STATION_COLUMNS]
-    for region in scores.regions:
-        values = {name: scores.of_region(name, region) for name in scores.sums}
-        for lead in table_lead_indices(scores.hours):
-            rows = [
-                (
-                    name,
-                    superscript(scores.units[name]) or "-",
-                    *(three_digits(values[name][x][s, lead]) for x, s, _ in STATION_COLUMNS),
-                )
-                for name in scores.sums
-            ]
-            title = f"{scores.hours[lead]} h" + ("" if region == GLOBAL else f", {region}")
-            lines += ["", *format_table((title, "unit", *headings), rows, left=2)]
+    for title, rows in station_tables(scores):
+        lines += ["", *format_table((title, *HEADINGS), rows, left=2)]
     return lines
 
 

@@ -7,7 +7,7 @@ colours, and `draw_surroundings` adds coasts, the graticule, the outline and the
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import final
+from typing import Any, final
 
 import numpy as np
 from matplotlib.artist import Artist
@@ -19,7 +19,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Polygon
 from matplotlib.patheffects import withStroke
 
-from credit_dp.data.grid import POLE, Grid
+from credit_dp.data.grid import POLE, Degrees, Grid
 from credit_dp.errors import counted
 from credit_dp.evaluation.field_display import (
     ColourScale,
@@ -78,6 +78,7 @@ TICK_INCHES = 0.24  # of a number at a colour bar
 TITLE_CHARACTERS = 90  # of a title that fits above two maps
 WHOLE_DEGREES = 130  # of latitude, beyond which a map is one of the globe
 CAP_DEGREES = 100  # of latitude, up to which it is one of what lies around a pole
+DOTS_AREA, DOT_SIZES = 12_000.0, (4.0, 36.0)  # square points, of all stations and of one
 PROJECTIONS = ("equal-earth", "lat-lon", "polar")
 
 
@@ -463,28 +464,65 @@ class MapRow:
 
 
 def draw_error_maps(
-    grid: MapGrid, rmse: Values, bias: Values, unit: str, title: str = "", variable: str = ""
+    grid: MapGrid,
+    rmse: Values,
+    bias: Values,
+    unit: str,
+    title: str = "",
+    variable: str = "",
+    places: tuple[Degrees, Degrees] | None = None,
 ) -> Figure:
-    """Return a figure with root-mean-square and mean error on each grid point, side by side."""
+    """Return a figure with root-mean-square and mean error, side by side.
+
+    Args:
+        rmse, bias: on each grid point, `(H, W)`, or of stations, `(S,)`.
+        places: latitudes and longitudes of the stations; None for grid points.
+    """
     display = display_of(variable, unit)
     frame = frame_of(grid.cells)
-    rasters = [frame.sample(display.differences(values)) for values in (rmse, bias)]
+    errors = [display.differences(values) for values in (rmse, bias)]
+    other = "truth" if places is None else "observation"
+    if places is None:
+        errors = [frame.sample(values) for values in errors]
     row = MapRow(frame, 2, above=0.55 if title else 0.35)
     if title:
         row.figure.suptitle(title_text(title, TITLE_CHARACTERS), x=0.01, ha="left")
-    for column, (name, raster, scale) in enumerate(
+    for column, (name, values, scale) in enumerate(
         (
-            ("root-mean-square error", rasters[0], size_scale(rasters[0])),
-            ("mean error (forecast - truth)", rasters[1], error_scale(rasters[1])),
+            ("root-mean-square error", errors[0], size_scale(errors[0])),
+            (f"mean error (forecast - {other})", errors[1], error_scale(errors[1])),
         )
     ):
         axes = row.map(column)
-        draw_field(axes, frame, raster, scale)
+        if places is None:
+            draw_field(axes, frame, values, scale)
+        else:
+            draw_stations(axes, frame, places, values, scale)
         draw_surroundings(axes, frame, grid)
         axes.set_title(name)
         label = with_unit("error", display.difference_unit)
         add_bar(row.figure, row.bar(column), scale, label)
     return row.figure
+
+
+def draw_stations(
+    axes: Axes,
+    frame: MapFrame,
+    places: tuple[Degrees, Degrees],
+    values: Values,
+    scale: ColourScale,
+) -> None:
+    """Draw a dot for each station with a value, the largest values on top."""
+    draw_field(axes, frame, np.full((len(frame.y), len(frame.x)), np.nan), scale)
+    order = np.argsort(np.abs(values))[: np.isfinite(values).sum()]  # NaN come last
+    latitude, longitude = (degrees[order] for degrees in places)
+    # A gap after each point, so that none counts as a line that crosses the map's edge.
+    apart = np.full((2, 2 * len(order)), np.nan)
+    apart[:, ::2] = longitude, latitude
+    x, y = frame.place(*apart)[:, ::2]
+    size = np.clip(DOTS_AREA / max(len(order), 1), *DOT_SIZES)
+    style: dict[str, Any] = {"edgecolors": OUTLINE, "linewidths": 0.3, "zorder": 4}
+    axes.scatter(x, y, size, values[order], cmap=scale.colours, norm=scale.norm, **style)
 
 
 @figure_style()

@@ -332,7 +332,9 @@ def lowest_power(spectra: np.ndarray) -> float | None:
     return end if np.nanmin(power) < end else None
 
 
-def draw_rank_histogram(axes: Axes, histograms: Mapping[str, np.ndarray], name: str) -> None:
+def draw_rank_histogram(
+    axes: Axes, histograms: Mapping[str, np.ndarray], name: str, of: str = "truth"
+) -> None:
     """Draw rank histograms `(M + 1,)` of several lead times, relative to equal frequencies."""
     axes.axhline(1, color=REFERENCE, linewidth=0.8)
     for number, (label, frequencies) in enumerate(histograms.items()):
@@ -341,7 +343,7 @@ def draw_rank_histogram(axes: Axes, histograms: Mapping[str, np.ndarray], name: 
     axes.set_ylim(bottom=0)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_title(title_text(name.replace("_", " ")))
-    axes.set_xlabel("rank of the truth")
+    axes.set_xlabel(f"rank of the {of}")
     axes.set_ylabel("relative frequency")
 
 

@@ -10,6 +10,7 @@ from typing import final
 import numpy as np
 from numpy.typing import NDArray
 
+from credit_dp.evaluation.maps import MapGrid
 from credit_dp.evaluation.metric_table import FORECAST, PERSISTENCE
 from credit_dp.evaluation.observations import Indices, Observations, Values
 from credit_dp.evaluation.scorecard import CSV_COLUMNS, RANK_COLUMNS
@@ -127,11 +128,15 @@ class StationScores:
     """Scores at the stations that a forecast covers.
 
     Attributes:
+        forecast: its address.
+        grid: of the forecast, for maps.
         hours: lead times.
         regions: names of the globe and of the regions in the request.
         notes: why others don't count, and what was assumed.
     """
 
+    forecast: str
+    grid: MapGrid
     observations: Observations
     members: int
     hours: Sequence[int]
@@ -151,8 +156,8 @@ class StationScores:
         total = ranks.sum(axis=-1, keepdims=True)
         return np.asarray(ranks / np.where(total > 0, total, np.nan))
 
-    def files(self) -> dict[str, str]:
-        """Return the tables as CSV, by the names of their files."""
+    def tables(self) -> dict[str, str]:
+        """Return CSV by the names of its files."""
         return {
             "scores.csv": self.to_csv(),
             "stations.csv": self.stations_csv(),

@@ -42,6 +42,7 @@ from credit_dp.evaluation.alignment import (
     translate_error_keys,
 )
 from credit_dp.evaluation.forecast_store import ForecastStore
+from credit_dp.evaluation.maps import MapGrid, planet_of
 from credit_dp.evaluation.observations import Observations, Values, nearest_reports
 from credit_dp.evaluation.station_scores import StationScores, StationSums
 from credit_dp.sphere import EARTH_RADIUS
@@ -176,6 +177,8 @@ def score_stations(
         given, stored, observations, pairs, is_scored, valid, tolerance
     )
     return StationScores(
+        forecast.where,
+        MapGrid(forecast.grid, planet_of(str(forecast.attributes.get("title", "")))),
         observations,
         forecast.members,
         [int(x / HOUR) for x in spans],

@@ -5,7 +5,7 @@ import os
 import tracemalloc
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +16,7 @@ from credit_dp.errors import UserError
 from credit_dp.evaluation.alignment import ScoreRequest
 from credit_dp.evaluation.forecast_store import ForecastStore
 from credit_dp.evaluation.observations import Observations
+from credit_dp.evaluation.station_page import station_page
 from credit_dp.evaluation.station_scores import StationScores, StationSums
 from credit_dp.evaluation.stations import StationOptions, density_weights, score_stations
 from tests.cli.invocation import answer
@@ -210,13 +211,15 @@ def test_the_command(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (code, complaints) == (0, "")
     assert f"stations.nc: {STATIONS} of {STATIONS} stations and " in said
     assert "24 h, tropics" in said
-    assert said.endswith("scores/scores.csv\n")
+    assert said.endswith("scores/stations.html\n")
     expected = scored(folder, "three.zarr", regions=("tropics",))
+    seen = replace(expected.observations, where="stations.nc")
     assert {path.name: path.read_text() for path in (folder / "scores").iterdir()} == {
         "scores.csv": expected.to_csv(),
         "stations.csv": expected.stations_csv(),
         "hours.csv": expected.hours_csv(),
         "rank_histograms.csv": expected.ranks_csv(),
+        "stations.html": station_page(replace(expected, forecast="three.zarr", observations=seen)),
     }
 
 

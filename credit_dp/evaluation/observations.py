@@ -242,7 +242,8 @@ def _elevation(data: xr.Dataset, dim: str, where: str) -> Values:
     """Return the elevations of a dataset's stations, which may be a dim of reports."""
     for name, array in data.variables.items():
         known = str(name).lower() in COLUMN_NAMES["elevation"]
-        if array.dims == (dim,) and (known or array.attrs.get("standard_name") in ALTITUDES):
+        known |= array.attrs.get("standard_name") in ALTITUDES
+        if known and array.dims == (dim,) and array.dtype.kind in "fiu":
             _check_elevation(where, str(name), str(array.attrs.get("units", "")))
             return np.asarray(array.values, np.float64)
     return np.full(data.sizes[dim], np.nan)

@@ -852,6 +852,49 @@ def test_heights_that_are_not_corrected(tmp_path: Path) -> None:
         scored(tmp_path, "msl.nc", "wind.csv", orography=ground)
 
 
+def test_a_folder_of_isd_lite_by_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    uniform_forecast(tmp_path / "made.nc", np.full((6, 12), 280.0))
+    made = xr.load_dataset(tmp_path / "made.nc", decode_timedelta=True)
+    for name, value in (("u", 3.0), ("v", -2.0)):
+        made[f"10m_{name}_component_of_wind"] = made["2m_temperature"] * 0 + value
+        made[f"10m_{name}_component_of_wind"].attrs["units"] = "m s-1"
+    made["mean_sea_level_pressure"] = made["2m_temperature"] * 0 + 101000
+    made["mean_sea_level_pressure"].attrs["units"] = "Pa"
+    made.to_netcdf(tmp_path / "all.nc")
+    folder = tmp_path / "isd"
+    folder.mkdir()
+    (folder / "isd-history.csv").write_text(
+        "USAF,WBAN,STATION NAME,LAT,LON,ELEV(M)\n010010,99999,JAN MAYEN,70.9,-8.7,100\n"
+    )
+    # 5.8 degrees, 1012.5 hPa and 4 m/s from the west at noon; an impossible temperature later.
+    (folder / "010010-99999-2000").write_text(
+        "2000 01 02 12    58 -9999 10125   270    40 -9999 -9999 -9999\n"
+        "2000 01 02 18  9990 -9999 -9999 -9999 -9999 -9999 -9999 -9999\n"
+    )
+    orography(tmp_path / "ground.nc", np.zeros((6, 12)))
+    code, said, complaints = ask(
+        monkeypatch, tmp_path, "forecast=all.nc", "stations=isd", "orography=ground.nc", "out=out"
+    )
+    assert (code, complaints) == (0, "")
+    assert "note: 1 of 2 observations of 2m_temperature are outside the limits" in said
+    assert "note: 2m_temperature is corrected for height by 6.5 K/km at 1 of 1 station" in said
+    bias = {
+        row["variable"]: float(row["bias"])
+        for row in table((tmp_path / "out" / "stations.csv").read_text())
+    }
+    assert bias == pytest.approx(
+        {
+            "2m_temperature": 280 - 0.65 - 278.95,
+            "10m_u_component_of_wind": 3 - 4,
+            "10m_v_component_of_wind": -2,
+            "mean_sea_level_pressure": -250,
+        },
+        abs=1e-6,
+    )
+
+
 def test_weights_by_density(tmp_path: Path) -> None:
     # 0.5 degrees are 56 km, 1 degree 111 km: A has the neighbour B, and B also C; D has none.
     uniform_forecast(tmp_path / "made.nc", np.full((6, 12), 280.0))

@@ -70,7 +70,7 @@ for each variable, like t2m or 't2m [degC]', or as in the archive of ASOS. FILE 
 of ISD-Lite, with isd-history.csv in it. Forecasts without levels are interpolated. FOLDER gets
 stations.html, a page with maps of errors, scores.csv, stations.csv with the scores of each station,
 hours.csv with those of each hour of the day and, of ensembles, rank_histograms.csv. Of the keys
-below, the first six and dates, hours, variables, regions, masked and limits have an effect.
+below, those down to weights and dates, hours, variables, regions, masked and limits have an effect.
 
   missing=[-9999,M]          values that mean missing at stations, beside what is empty
   tolerance=15min            time from a date of the forecast up to which the nearest observation of
@@ -140,7 +140,7 @@ KEYS_OF_FIELDS = (
     *("truth", "grid", "regrid", "climatology", "climatology_dates"),
     *("levels", "boundary", "events", "fss"),
 )
-KEYS_OF_STATIONS = (*("missing", "tolerance", "interpolate", "orography", "lapse_rate", "weights"),)
+KEYS_OF_STATIONS = ("missing", "tolerance", "interpolate", "orography", "lapse_rate", "weights")
 # Of columns in the terminal, after the score's name.
 SOURCE_LABELS = {
     "forecast": "",

@@ -1,6 +1,5 @@
 """The config of training: trainer, loss, optimizer with its schedule, and loggers."""
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,7 +15,6 @@ from credit_dp.plugins import (
     find_plugins,
     registration_hint,
 )
-from credit_dp.sphere import EARTH_RADIUS
 
 # The words of `torch.set_float32_matmul_precision`.
 MATMUL_PRECISIONS = ("highest", "high", "medium")
@@ -26,7 +24,7 @@ LOSSES = (*POINT_ERRORS, "crps")
 SPHERE_ERRORS = ("amplitude", "amse")
 LR_SCHEDULES = ("cosine", "constant", "step")
 TRACKERS = ("wandb", "tensorboard", "mlflow")
-HALF_CIRCUMFERENCE = int(math.pi * EARTH_RADIUS / 1000)  # km
+HALF_CIRCUMFERENCE = 20_004  # km, of a sphere with the radius of `credit_dp.sphere`
 
 
 @dataclass

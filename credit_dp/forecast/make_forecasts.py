@@ -61,7 +61,7 @@ from credit_dp.forecast.boundary import (
 from credit_dp.forecast.format import ForecastFormat, settings_of
 from credit_dp.forecast.initial_file import InitialFiles, StateReader, open_initial_files
 from credit_dp.forecast.request import ForecastConfig, ForecastJob, ForecastRequest, rank_jobs
-from credit_dp.forecast.writer import ForecastWriter
+from credit_dp.forecast.writer import ForecastWriter, locked
 from credit_dp.physics.diagnostics import WrittenFields, written_fields
 from credit_dp.pipeline_parallel.module_placement import model_output_device
 from credit_dp.random_streams import random_stream, time_key
@@ -120,7 +120,7 @@ def make_forecasts(
         run_on_all_ranks(lambda: action() if manager.rank == 0 else None)
 
     with ExitStack() as locks:
-        on_first(lambda: locks.enter_context(writer.lock()))
+        on_first(lambda: locks.enter_context(locked(writer.out)))
         # The model before the folder: a model that can't be built leaves no output behind.
         ensemble, states, fields = build_model(
             config, prepared, checkpoint, reader, manager, device

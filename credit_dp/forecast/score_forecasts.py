@@ -34,7 +34,7 @@ from torch import Tensor
 from xarray.backends import BackendArray
 from xarray.core import indexing
 
-from credit_dp.data.cache import clear_new, lock_output
+from credit_dp.data.cache import clear_new
 from credit_dp.data.calendar import Times
 from credit_dp.data.grid import FieldArray
 from credit_dp.data.sources.coordinates import with_points
@@ -72,6 +72,7 @@ from credit_dp.forecast.make_forecasts import (
     wait_for_all,
 )
 from credit_dp.forecast.request import ForecastConfig, ForecastJob, rank_jobs
+from credit_dp.forecast.writer import disk_errors, locked
 from credit_dp.physics.diagnostics import WrittenFields
 from credit_dp.training.checkpoint_shards import Checkpoint
 from credit_dp.training.console import Screen
@@ -129,7 +130,9 @@ def score_forecasts(
         scorer = run_on_all_ranks(lambda: Scorer(aligned, request, report))
     saved = SavedScores(config.request.target, settings | {"scores": asdict(request)})
     with ExitStack() as locks:
-        run_on_all_ranks(lambda: locks.enter_context(saved.lock()) if is_first else None)
+        run_on_all_ranks(
+            lambda: locks.enter_context(locked(config.request.target)) if is_first else None
+        )
         ensemble, states, fields = build_model(config, prepared, checkpoint, None, manager, device)
         run_on_all_ranks(lambda: saved.begin() if is_first else None)
         wait_for_all(manager)
@@ -255,20 +258,6 @@ class SavedScores:
         # As they come back from a file: tuples are lists, and keys are strings.
         self._settings = json.loads(json.dumps(settings))
 
-    @contextmanager
-    def lock(self) -> Iterator[None]:
-        """Hold a file lock, so that no other run writes the same scores.
-
-        Raises:
-            UserError: another process holds the lock.
-        """
-        in_use = f"{self._out}: another process is writing it. Wait for it, or change out."
-        with ExitStack() as lock:
-            with self._disk_errors():
-                self._out.parent.mkdir(parents=True, exist_ok=True)
-                lock.enter_context(lock_output(self._out, in_use))
-            yield
-
     def begin(self) -> None:
         """Create the folder, or check that what was begun can be resumed.
 
@@ -277,7 +266,7 @@ class SavedScores:
         """
         path = self._partial / SETTINGS_NAME
         if not self._partial.exists():
-            with self._disk_errors():
+            with disk_errors(self._out):
                 new = clear_new(self._out)
                 write_text_atomic(new / SETTINGS_NAME, json.dumps(self._settings))
                 rename_durably(new, self._partial)
@@ -312,7 +301,7 @@ class SavedScores:
         Raises:
             UserError: the disk is full, or gone.
         """
-        with self._disk_errors(), atomic_path(path) as temporary, temporary.open("wb") as file:
+        with disk_errors(self._out), atomic_path(path) as temporary, temporary.open("wb") as file:
             arrays: dict[str, Any] = {DONE: done, **scorer.state(done)}
             np.savez(file, **arrays)
 
@@ -337,16 +326,6 @@ class SavedScores:
                 raise UserError(
                     f"{path}: can't be read ({error}). Remove {self._partial} to start over."
                 ) from error
-
-    @contextmanager
-    def _disk_errors(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise UserError(
-                f"{self._out}: can't be written ({error.strerror or error}). Fix this and start "
-                "again to resume, or change out."
-            ) from error
 
 
 @final

@@ -4,7 +4,7 @@ All fields go to a zarr store first, `OUT.partial`, which ranks write in paralle
 forecast is this store, renamed. Other formats are copied from it, in `OUT.partial/.copy`, and then
 the store is removed.
 
-The order of calls: `check` on every rank; `lock` and `begin` on rank 0; on every rank
+The order of calls: `check` on every rank; `locked` and `begin` on rank 0; on every rank
 `unfinished_jobs`, and `write` for each lead time; then `copy` for each of its `copies`; on rank 0
 `finish`.
 """
@@ -98,20 +98,6 @@ class ForecastWriter:
                 "it to start over, or change out."
             )
 
-    @contextmanager
-    def lock(self) -> Iterator[None]:
-        """Hold a file lock, so that no other run writes the same forecast.
-
-        Raises:
-            UserError: another process holds the lock.
-        """
-        in_use = f"{self.out}: another process is writing it. Wait for it, or change out."
-        with ExitStack() as lock:
-            with self.disk_errors():
-                self.out.parent.mkdir(parents=True, exist_ok=True)
-                lock.enter_context(lock_output(self.out, in_use))
-            yield
-
     def begin(self, bands: RowPartition) -> None:
         """Create everything but the fields, or clean up a forecast to resume.
 
@@ -123,7 +109,7 @@ class ForecastWriter:
         """
         # Again, under the lock: another process may have finished in the meantime.
         self.check()
-        with self.disk_errors():
+        with disk_errors(self.out):
             if self.partial.exists():
                 self.store.remove_temporaries()
             else:
@@ -147,7 +133,7 @@ class ForecastWriter:
         Raises:
             UserError: the disk is full, or gone.
         """
-        with self.disk_errors():
+        with disk_errors(self.out):
             self.store.write(job, lead, rows, fields)
 
     def copies(self, rank: int, ranks: int) -> list[tuple[ForecastFile, ForecastJob, int]]:
@@ -167,7 +153,7 @@ class ForecastWriter:
         """
         if self._copy is None:
             raise RuntimeError("a zarr forecast is not copied")
-        with self.disk_errors():
+        with disk_errors(self.out):
             try:
                 self._copy.copy(file, job, lead, self.store)
                 if (job, lead) == (file.jobs[-1], len(self.form.hours) - 1):
@@ -190,7 +176,7 @@ class ForecastWriter:
                 "write it."
             )
         complete = self.store if self._copy is None else self._copy
-        with self.disk_errors():
+        with disk_errors(self.out):
             # Files were synced when written, but their names in the folders were not.
             fsync_folders(complete.path)
             rename_durably(complete.path, self.out)
@@ -199,17 +185,33 @@ class ForecastWriter:
             else:
                 shutil.rmtree(self.partial, ignore_errors=True)  # its lock file is open
 
-    @contextmanager
-    def disk_errors(self) -> Iterator[None]:
-        """Turn an OSError inside into a one-line error.
 
-        Raises:
-            UserError: the disk is full, or gone.
-        """
-        try:
-            yield
-        except OSError as error:
-            raise UserError(
-                f"{self.out}: can't be written ({error.strerror or error}). Fix this and start "
-                "again to resume, or change out."
-            ) from error
+@contextmanager
+def locked(out: Path) -> Iterator[None]:
+    """Hold a file lock, so that no other run writes the same output.
+
+    Raises:
+        UserError: another process holds the lock.
+    """
+    in_use = f"{out}: another process is writing it. Wait for it, or change out."
+    with ExitStack() as lock:
+        with disk_errors(out):
+            out.parent.mkdir(parents=True, exist_ok=True)
+            lock.enter_context(lock_output(out, in_use))
+        yield
+
+
+@contextmanager
+def disk_errors(out: Path) -> Iterator[None]:
+    """Turn an OSError inside into a one-line error.
+
+    Raises:
+        UserError: the disk is full, or gone.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise UserError(
+            f"{out}: can't be written ({error.strerror or error}). Fix this and start "
+            "again to resume, or change out."
+        ) from error

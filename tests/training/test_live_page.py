@@ -323,7 +323,8 @@ def test_the_map_of_a_validation_is_that_of_its_first_forecast_on_any_mesh(
     alone_map = validated_map(alone(), config)
     training = built(config, alone())
     training.loader.close()
-    dates = Validation(config, prepare_training_data(config.data), training, alone()).dates
+    validation = Validation(config, prepare_training_data(config.data), training, alone())
+    (dates,) = validation.dates.values()
     index = [c.name for c in dates.prepared.store.channels.output_channels].index(
         "geopotential_500"
     )

@@ -401,7 +401,7 @@ def to_distances(distances: Sequence[Any], events: Mapping[str, Any]) -> tuple[f
     """Return the distances of the key `fss`.
 
     Raises:
-        UserError: one is no number above 0, or there are no events.
+        UserError: a distance is not above 0, or there are no events.
     """
     for distance in distances:
         is_number = isinstance(distance, int | float) and not isinstance(distance, bool)

@@ -186,7 +186,7 @@ class TrainerConfig:
 
     @property
     def validation_keys(self) -> dict[str, Any]:
-        """The keys that say what the validation error is, without those that are empty."""
+        """The keys that define the validation error, without empty ones."""
         keys = {"scores": dict(self.validation_scores), "dates": dict(self.validation_dates)}
         return {name: value for name, value in keys.items() if value}
 

@@ -1,10 +1,9 @@
 """Scores of events: a variable above or below a value, or a quantile of its climate.
 
 `parse_events` reads what the key says, `open_quantiles` finds the quantiles of each date and place,
-and `EventScores` counts for each event how often it was forecast with which probability, with and
-without being observed; `event_scores` are functions of these counts. A single forecast has the
-probabilities 0 and 1. `Neighbourhoods` average over discs on the sphere, for the fractions skill
-score.
+and `EVENT_SCORES` are functions of counts: how often an event was forecast with each probability,
+with and without being observed, which `score` adds up. A single forecast has the probabilities 0
+and 1. `Neighbourhoods` average over discs on the sphere, for the fractions skill score.
 """
 
 import math

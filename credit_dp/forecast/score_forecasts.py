@@ -188,9 +188,10 @@ def words_of_scores() -> Iterator[None]:
     try:
         yield
     except UserError as error:
-        text = re.sub(r"^init:|(?<=Change )init\b", lambda key: f"dates{key[0][4:]}", str(error))
-        text = re.sub(r"^lead:|(?<=Change )lead\b", lambda key: f"hours{key[0][4:]}", text)
-        raise UserError(text.replace("dates, lead or", "dates, hours or")) from error
+        text = re.sub(r"(?<=Change )init, lead\b", "dates, hours", str(error))
+        text = re.sub(r"^init(?=:)|(?<=Change )init\b", "dates", text)
+        text = re.sub(r"^lead(?=:)|(?<=Change )lead\b", "hours", text)
+        raise UserError(text) from error
 
 
 @final

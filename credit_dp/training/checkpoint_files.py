@@ -316,7 +316,7 @@ def apply_retention(path: Path, retention: RetentionPolicy) -> None:
 def best_checkpoint(paths: list[Path]) -> Path | None:
     """Return the first checkpoint with the lowest validation error; None if none has an error.
 
-    Errors are compared with those that are computed like that of the last path alone.
+    Only checkpoints whose error has the definition of the last one's are compared.
     """
     found = {path: validation_of(path) for path in paths}
     errors = {

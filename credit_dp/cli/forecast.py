@@ -50,7 +50,8 @@ HELP = """\
                     with this many standard deviations of each field
   perturb_seed=0    seed of the random fields and of the model's noise
   diagnostics=[z,msl,tcw]   fields to derive and write beside the model's: geopotential, mean sea
-                    level pressure, column water (tcw), column water vapour (tcwv)
+                    level pressure, column water (tcw), column water vapour (tcwv); and what
+                    model.fixers changed: dry_air_correction, water_correction, energy_correction
   pressure_levels=[500,850]   write fields on these pressure levels, in hPa, not on model levels
 
 All other keys are those of the config, and have the values of the run. The mesh may be any other:
@@ -177,7 +178,7 @@ def forecast_config(run: TrainedRun, keys: Mapping[str, Any]) -> "ForecastConfig
         from credit_dp.physics.diagnostics import check_written
 
         outputs = [*config.data.prognostic, *config.data.diagnostic]
-        check_written(outputs, config.data.static, names, levels)
+        check_written(outputs, config.data.static, names, levels, config.model.corrections)
     if config.parallel.ensemble > 1:
         raise UserError(
             "parallel.ensemble: forecasts, members too, are spread over parallel.data ranks, got "

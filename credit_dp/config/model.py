@@ -68,6 +68,8 @@ SAMPLER_KEYS = (
     *("s_churn", "s_tmin", "s_tmax", "s_noise"),
 )
 FIXERS = ("nonnegative", "bounds", *BUDGETS)
+# By fixer of a budget: the variable of what it adds in a step.
+CORRECTIONS = {name: f"{name}_correction" for name in BUDGETS}
 FIXER_KEYS = {"fixers": list, "bounds": dict}  # keys of all models, and their types
 
 
@@ -100,6 +102,16 @@ class ModelConfig:
                 "model.bounds: needs values for the fixer bounds, like {temperature: [150, 350]}, "
                 "got none. Give some, or take bounds out of model.fixers."
             )
+
+    @property
+    def budgets(self) -> list[str]:
+        """Return the fixers of budgets, in their order."""
+        return [name for name in self.fixers if name in BUDGETS]
+
+    @property
+    def corrections(self) -> list[str]:
+        """Return the variables of what these fixers add in a step."""
+        return [CORRECTIONS[name] for name in self.budgets]
 
     def coarsest_rows(self, height: int) -> int:
         """Return the rows of the model's coarsest level on a grid of `height` rows.

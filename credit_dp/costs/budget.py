@@ -30,7 +30,7 @@ from credit_dp.domain_parallel.planning.trace import copy_model
 from credit_dp.errors import UserError
 from credit_dp.models import cast_model
 from credit_dp.physics.columns import Hybrid, PhysicalChannels, hybrid_of
-from credit_dp.physics.fixers import FixerMemory, count_fixer_memory, has_budgets
+from credit_dp.physics.fixers import FixerMemory, count_fixer_memory
 from credit_dp.pipeline_parallel.pipeline import (
     count_gathers,
     peak_saved_bytes,
@@ -404,7 +404,7 @@ def fixer_memory(config: Config, shape: Sequence[int], domain: int) -> FixerMemo
         return FixerMemory()
     channels = expected_data(config.data).channels
     hybrid: Hybrid = {}
-    if has_budgets(config.model):  # not of the quickstart, which has no water
+    if config.model.budgets:  # not of the quickstart, which has no water
         hybrid = hybrid_of(open_on_own_grid(config.data))
     samples, _, height, columns = shape
     rows = -(-height // domain)

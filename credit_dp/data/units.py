@@ -173,6 +173,10 @@ _VARIABLES = _parse_known(
         "lwe_thickness_of_atmosphere_mass_content_of_water",
         "total_column_water_vapour": "kg m-2 [-10, 200]: atmosphere_mass_content_of_water_vapor "
         "lwe_thickness_of_atmosphere_mass_content_of_water_vapor",
+        # What fixers have added in a step.
+        "dry_air_correction": "kg m-2 [-1000, 1000]",
+        "water_correction": "kg m-2 [-1000, 1000]",
+        "energy_correction": "J m-2 [-3e8, 3e8]",
         "boundary_layer_height": "m [-100, 20000]: atmosphere_boundary_layer_thickness",
         "convective_available_potential_energy": "J kg-1 [-100, 50000]: "
         "atmosphere_convective_available_potential_energy",

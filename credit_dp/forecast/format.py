@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, final
 import numpy as np
 from numpy.typing import NDArray
 
-from credit_dp.config.model import SAMPLER_KEYS
+from credit_dp.config.model import CORRECTIONS, SAMPLER_KEYS
 from credit_dp.data.calendar import STANDARD, Calendar, Times
 from credit_dp.data.channels import Channel
 from credit_dp.data.grid import COORDINATES, Grid
@@ -141,6 +141,7 @@ class ForecastFormat:
             )
         names = dict.fromkeys(channel.variable for channel in store.channels.output_channels)
         summed = tuple(name for name in names if is_accumulated(name, store.config))
+        summed += tuple(c.variable for c in channels if c.variable in CORRECTIONS.values())
         return cls(
             channels=channels,
             units=units,

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from credit_dp.config import Config, DatesConfig, microbatches_per_step
 from credit_dp.config.data import CONSERVATIVE, REGRIDDING
+from credit_dp.config.model import CORRECTIONS
 from credit_dp.data.cache import ProgressCallback, fingerprint
 from credit_dp.data.calendar import Times
 from credit_dp.data.climatology import Climatology
@@ -276,7 +277,11 @@ def build_model(
         )
     )
     names, levels = request.diagnostic_names(), request.levels_in_hpa()
-    fields = run_on_all_ranks(lambda: written_fields(store, rows, names, levels))
+    # Those of the step come in the order of the fixers.
+    corrections = config.model.corrections if {*names} & {*CORRECTIONS.values()} else []
+    fields = run_on_all_ranks(lambda: written_fields(store, rows, names, levels, corrections))
+    if corrections:
+        step = step.with_corrections()
     ensemble = EnsembleForecast(step, parts.draw_noise, seed=request.perturb_seed)
     return ensemble, states, fields.to(like.device)
 
@@ -530,8 +535,15 @@ class InitialStates:
         return map(self.normaliser.normalise_outputs, states)
 
     def denormalise(self, fields: Tensor) -> Tensor:
-        """Return fields in the store's units, `(B, C + D, h, W)`; NaN on points without values."""
-        return self.normaliser.denormalise(fields, self._valid)
+        """Return fields in the store's units, `(B, C + D, h, W)`; NaN on points without values.
+
+        Channels after them, corrections, have their units already.
+        """
+        count = self.store.channels.num_outputs
+        physical = self.normaliser.denormalise(fields[:, :count], self._valid)
+        if fields.shape[1] == count:
+            return physical
+        return torch.cat([physical, fields[:, count:]], dim=1)
 
     @property
     def static(self) -> Tensor:

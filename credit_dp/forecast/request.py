@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from credit_dp import checks
 from credit_dp.config import Config
 from credit_dp.config.data import HOURS_PER_UNIT, REGRIDDING, STEP_PATTERN
+from credit_dp.config.model import CORRECTIONS
 from credit_dp.data.calendar import STANDARD, Calendar, Times
 from credit_dp.errors import UserError
 
@@ -21,6 +22,7 @@ DIAGNOSTICS = {
     "msl": "mean_sea_level_pressure",
     "tcw": "total_column_water",
     "tcwv": "total_column_water_vapour",
+    **{name: name for name in CORRECTIONS.values()},
 }
 MAX_INITIAL_TIMES = 10**6  # a longer series is taken for a mistake in the stride
 
@@ -115,8 +117,9 @@ class ForecastRequest:
             UserError: a name is unknown, or occurs twice.
         """
         names = [DIAGNOSTICS.get(name, name) for name in parse_list(self.diagnostics)]
+        allowed = [*dict.fromkeys([*DIAGNOSTICS, *DIAGNOSTICS.values()])]
         for name in names:
-            checks.one_of("diagnostics", name, [*DIAGNOSTICS, *DIAGNOSTICS.values()])
+            checks.one_of("diagnostics", name, allowed)
         checks.no_repeats("diagnostics", names)
         return tuple(names)
 

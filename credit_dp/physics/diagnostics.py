@@ -19,7 +19,7 @@ from typing import NamedTuple, final
 import torch
 from torch import Tensor, nn
 
-from credit_dp.config.model import AIR, SUBSTITUTES
+from credit_dp.config.model import AIR, CORRECTIONS, SUBSTITUTES
 from credit_dp.constants import cached_constant
 from credit_dp.data.channels import Channel
 from credit_dp.data.store import Store
@@ -297,22 +297,28 @@ class WrittenFields(nn.Module):
     is computed in float64.
 
     Shapes:
-        `(B, C, h, W)` -> `(B, C', h, W)`, the channels of `written_channels`; both in physical
-        units.
+        `(B, C + K, h, W)`, K corrections at the end -> `(B, C', h, W)`, the channels of
+        `written_channels`; both in physical units.
 
     Args:
         named: finds channels; `check_written` has checked that all channels are there.
         diagnostics: names of fields to add, keys of `NEEDS`.
         pressure_levels: in hPa, to which variables on model levels are interpolated; empty: none.
+        corrections: names of those that the fields have.
     """
 
     def __init__(
-        self, named: NamedChannels, diagnostics: Sequence[str], pressure_levels: Sequence[int]
+        self,
+        named: NamedChannels,
+        diagnostics: Sequence[str],
+        pressure_levels: Sequence[int],
+        corrections: Sequence[str] = (),
     ) -> None:
         super().__init__()
         self.named = named
         self.diagnostics = tuple(diagnostics)
         self.pressure_levels = tuple(pressure_levels)
+        self.corrections = tuple(corrections)
         # All variables have the same levels; not all diagnostics need both of these.
         name = TEMPERATURE if named.has(TEMPERATURE) else named.humidity
         self.layers = named.layers(name) if diagnostics or pressure_levels else None
@@ -335,6 +341,9 @@ class WrittenFields(nn.Module):
         return torch.cat(parts, dim=1)
 
     def _diagnose(self, columns: _Columns, name: str) -> Tensor:
+        if name in self.corrections:
+            index = len(self.named.channels) + self.corrections.index(name)
+            return columns.fields[:, index : index + 1]
         if name == SEA_PRESSURE:
             return sea_level_pressure(columns.surface)
         if name == GEOPOTENTIAL:
@@ -382,11 +391,13 @@ def check_written(
     static: Sequence[str],
     diagnostics: Sequence[str],
     pressure_levels: Sequence[int],
+    corrections: Sequence[str] = (),
 ) -> None:
     """Check that a model has what diagnostics and pressure levels need.
 
     Args:
         names: of the model's outputs.
+        corrections: that its fixers have.
 
     Raises:
         UserError: names what is missing.
@@ -400,7 +411,13 @@ def check_written(
                 f"diagnostics: {name} is an output of the model already. Take it out of "
                 "diagnostics."
             )
-    needs = [(f"diagnostics: {name}", *NEEDS[name]) for name in diagnostics]
+    for fixer, name in CORRECTIONS.items():
+        if name in diagnostics and name not in corrections:
+            raise UserError(
+                f"diagnostics: {name} needs {fixer} in model.fixers. Add it there, or leave it out "
+                "of diagnostics."
+            )
+    needs = [(f"diagnostics: {name}", *NEEDS[name]) for name in diagnostics if name in NEEDS]
     if pressure_levels:
         needs.append(("pressure_levels: interpolation", ("surface_pressure", TEMPERATURE), True))
     for what, needed, needs_ground in needs:
@@ -417,12 +434,17 @@ def check_written(
 
 
 def written_fields(
-    store: Store, rows: slice | None, diagnostics: Sequence[str], pressure_levels: Sequence[int]
+    store: Store,
+    rows: slice | None,
+    diagnostics: Sequence[str],
+    pressure_levels: Sequence[int],
+    corrections: Sequence[str] = (),
 ) -> WrittenFields:
     """Return the module that computes the fields to write from those of a store's model.
 
     Args:
         rows: this rank's band; None reads nothing.
+        corrections: see `WrittenFields`.
 
     Raises:
         UserError: the store has no model levels to interpolate from, or not their coefficients.
@@ -439,4 +461,4 @@ def written_fields(
         static = torch.from_numpy(store.read_static(rows))
         ground = surface_geopotential(store.channels.static, static)
     named = NamedChannels(store.channels.output_channels, hybrid, ground)
-    return WrittenFields(named, diagnostics, pressure_levels)
+    return WrittenFields(named, diagnostics, pressure_levels, corrections)

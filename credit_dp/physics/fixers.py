@@ -96,10 +96,12 @@ class GlobalMean(nn.Module):
 class Fixer(nn.Module):
     """Corrects the fields after a forecast step; see the module.
 
-    `forward(fields, last)` returns corrected fields. Both are normalised.
+    `forward(fields, last)` returns corrected fields. Both are normalised. The fixer of a budget
+    also returns its correction in physical units, without gradients; others None.
 
     Shapes:
-        fields `(B, C + D, h, W)`, last `(B, C, h, W)`, the state before -> `(B, C + D, h, W)`.
+        fields `(B, C + D, h, W)`, last `(B, C, h, W)`, the state before -> `(B, C + D, h, W)`,
+        correction `(B, 1, h, W)`.
     """
 
 
@@ -120,9 +122,9 @@ class Bounds(Fixer):
             column = torch.tensor(values, dtype=torch.float64)[:, None, None]
             self.register_buffer(name, column, persistent=False)
 
-    def forward(self, fields: Tensor, last: Tensor) -> Tensor:
+    def forward(self, fields: Tensor, last: Tensor) -> tuple[Tensor, None]:
         """See `Fixer`."""
-        return fields.clamp(self.low.to(fields), self.high.to(fields))
+        return fields.clamp(self.low.to(fields), self.high.to(fields)), None
 
 
 class Budget(Fixer):
@@ -153,12 +155,13 @@ class DryAirFixer(Budget):
     """Keeps the global mass of dry air.
 
     The surface pressure of dry air changes by the same amount everywhere, so that its gradients
-    stay; humidity stays, and the total surface pressure follows from both.
+    stay; humidity stays, and the total surface pressure follows from both. The correction is the
+    mass of dry air that columns gain, in kg m-2.
 
     Source: Watt-Meyer et al. 2023, the correction of dry air.
     """
 
-    def forward(self, fields: Tensor, last: Tensor) -> Tensor:
+    def forward(self, fields: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
         """See `Fixer`."""
         states = last.shape[1]
         dry = 1 - self.water_share(fields, states)
@@ -166,7 +169,8 @@ class DryAirFixer(Budget):
         before = (1 - self.water_share(last, states)) * self.thickness(last)
         (lost,) = self.mean(before.sum(1, keepdim=True) - after)
         pressure = self.layers.surface_pressure(after + lost, dry)
-        return self.channels.write(fields, "surface_pressure", pressure)
+        correction = lost.detach().expand_as(after) / GRAVITY
+        return self.channels.write(fields, "surface_pressure", pressure), correction
 
 
 @final
@@ -175,7 +179,7 @@ class WaterFixer(Budget):
 
     Precipitation is multiplied by one number. If the globe would have to rain less than nothing, or
     there is no precipitation that could be scaled, evaporation takes the rest, the same amount
-    everywhere.
+    everywhere. The correction is the water that the surface gains by both, in kg m-2.
 
     Args:
         precipitation, evaporation: names of variables in m over a step; evaporation is negative
@@ -191,17 +195,20 @@ class WaterFixer(Budget):
         self.precipitation = precipitation
         self.evaporation = evaporation
 
-    def forward(self, fields: Tensor, last: Tensor) -> Tensor:
+    def forward(self, fields: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
         """See `Fixer`."""
-        rain = self.channels.read(fields, self.precipitation).clamp(min=0)
+        given = self.channels.read(fields, self.precipitation)
+        rain = given.clamp(min=0)
         evaporation = self.channels.read(fields, self.evaporation)
         states = last.shape[1]
         lost = self.depth(last, states) - self.depth(fields, states)
         needed, found = self.mean(lost - evaporation, rain)
         factor = needed.clamp(min=0) / found.clamp(min=TINY_RAIN)
-        fields = self.channels.write(fields, self.precipitation, rain * factor)
+        fixed = rain * factor
+        fields = self.channels.write(fields, self.precipitation, fixed)
         rest = needed - factor * found
-        return self.channels.write(fields, self.evaporation, evaporation + rest)
+        correction = WATER * (fixed - given + rest).detach()
+        return self.channels.write(fields, self.evaporation, evaporation + rest), correction
 
     def depth(self, fields: Tensor, states: int) -> Tensor:
         """Return the water of columns as a depth in m, `(B, 1, h, W)`; see `water_share`."""
@@ -215,7 +222,8 @@ class EnergyFixer(Budget):
 
     The energy of all layers (internal and potential energy as enthalpy, latent heat, kinetic
     energy, and the geopotential of the surface) is multiplied by one number, and temperature
-    changes accordingly. Total water, where vapour is not apart, counts as vapour.
+    changes accordingly. Total water, where vapour is not apart, counts as vapour. The correction is
+    the energy that columns gain, in J m-2.
 
     Args:
         fluxes: names of the fluxes through top and surface, in J m-2 over a step.
@@ -229,16 +237,17 @@ class EnergyFixer(Budget):
         super().__init__(channels, mean)
         self.fluxes = fluxes
 
-    def forward(self, fields: Tensor, last: Tensor) -> Tensor:
+    def forward(self, fields: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
         """See `Fixer`."""
         heat, energy = self.heat_and_energy(fields)
         after = (energy * self.thickness(fields)).sum(1, keepdim=True) / GRAVITY
         before = self.heat_and_energy(last)[1] * self.thickness(last)
         target = before.sum(1, keepdim=True) / GRAVITY + self.gain(fields)
         needed, found = self.mean(target, after)
-        change = (needed / found - 1) * energy / heat
-        temperature = self.channels.read(fields, "temperature")
-        return self.channels.write(fields, "temperature", temperature + change)
+        share = needed / found - 1
+        temperature = self.channels.read(fields, "temperature") + share * energy / heat
+        correction = share.detach() * after.detach()
+        return self.channels.write(fields, "temperature", temperature), correction
 
     def heat_and_energy(self, fields: Tensor) -> tuple[Tensor, Tensor]:
         """Return heat capacity, in J kg-1 K-1, and energy, in J kg-1, of each layer."""
@@ -291,9 +300,24 @@ class Fixers(MovedModule):
 
     def forward(self, fields: Tensor, last: Tensor) -> Tensor:
         """Return corrected fields; collective over the domain if a budget is among the fixers."""
+        return self.fields_and_corrections(fields, last)[0]
+
+    @property
+    def budgets(self) -> int:
+        """Return the number of fixers of budgets, which have corrections."""
+        return sum(isinstance(fixer, Budget) for fixer in self.fixers)
+
+    def fields_and_corrections(self, fields: Tensor, last: Tensor) -> tuple[Tensor, list[Tensor]]:
+        """Return corrected fields, as `forward`, and the corrections of budgets in their order.
+
+        It is not computed again in backward.
+        """
+        corrections = []
         for fixer in self.fixers:
-            fields = fixer(fields, last)
-        return fields
+            fields, correction = fixer(fields, last)
+            if correction is not None:
+                corrections.append(correction)
+        return fields, corrections
 
 
 class FixerMemory(NamedTuple):
@@ -352,12 +376,12 @@ def fixers_of_run(
     if not config.fixers:
         return None
     store = data.store
-    if has_budgets(config):
+    if config.budgets:
         remedy = "Leave the fixers of budgets out of model.fixers."
         store.grid.check_global("model.fixers", remedy)
     rows = manager.rows(store.grid[0])
     hybrid: Hybrid = {}
-    if has_budgets(config):
+    if config.budgets:
         check_budgets(config, store)
         check_signs(config, store, data.statistics)
         hybrid = hybrid_of(store)
@@ -368,11 +392,6 @@ def fixers_of_run(
     mean = GlobalMean(store.grid.weights, rows, store.grid[1], manager.transport)
     fixers = build_fixers(config, channels, mean, store.config.step_hours)
     return None if fixers is None else fixers.to(device)
-
-
-def has_budgets(config: ModelConfig) -> bool:
-    """Whether a fixer of a budget is among the fixers."""
-    return not BUDGETS.keys().isdisjoint(config.fixers)
 
 
 def check_budgets(config: ModelConfig, store: Store) -> None:

@@ -24,7 +24,6 @@ from credit_dp.data.units import UNSPECIFIED_UNITS, canonical_unit
 from credit_dp.data.winds import wind_difference
 from credit_dp.errors import UserError
 from credit_dp.physics.columns import hybrid_of
-from credit_dp.physics.fixers import has_budgets
 
 DataDescription = dict[str, Any]  # only what JSON can hold, as it is saved in `state.json`
 
@@ -99,7 +98,7 @@ def describe_fields(store: Store, model: ModelConfig) -> DataDescription:
             else {}
         ),
         # Of model levels, for fixers, which an exported model has, too.
-        "hybrid": hybrid_of(store) if has_budgets(model) else {},
+        "hybrid": hybrid_of(store) if model.budgets else {},
         **({"boundary": store.config.boundary} if store.config.boundary else {}),
         **({"relaxation": store.config.relaxation} if store.config.relaxation else {}),
         **({} if store.calendar.is_standard else {"calendar": store.calendar.name}),

@@ -55,6 +55,9 @@ class ForecastStep:
             among them.
         given_share: of a region with a rim, the share of the given state after each step of a
             rollout, `(h, W)`: 1 on the rim.
+
+    Attributes:
+        corrections: channels after those of the output; see `with_corrections`.
     """
 
     def __init__(
@@ -72,6 +75,7 @@ class ForecastStep:
         self.fill = fill
         self.fixers = fixers
         self.given_share = given_share
+        self.corrections = 0
 
     @property
     def states(self) -> int:
@@ -90,6 +94,18 @@ class ForecastStep:
         step.fixers = None
         return step
 
+    def with_corrections(self) -> "ForecastStep":
+        """Return the same step, whose fields end with the corrections of fixers of budgets.
+
+        These are in physical units, in the order of the fixers. For forecasts: nothing is computed
+        again in backward.
+        """
+        step, fill = copy(self), self.fill
+        step.corrections = count = 0 if self.fixers is None else self.fixers.budgets
+        if count and fill is not None:
+            step.fill = lambda x: torch.cat([fill(x[:, :-count]), x[:, -count:]], dim=1)
+        return step
+
     def __call__(self, state: Tensor, forcing: Tensor, static: Tensor) -> Tensor:
         """Return the fields one step after `state`; points without values are not filled."""
         output: Tensor = self.model(torch.cat([state, forcing, static], dim=1))
@@ -102,8 +118,11 @@ class ForecastStep:
             fields = self._with_state(output, lambda change: last + change * self.tendency_scale)
         if self.fixers is None:
             return fields
-        corrected: Tensor = self.fixers(fields, last)
-        return corrected
+        if not self.corrections:
+            corrected: Tensor = self.fixers(fields, last)
+            return corrected
+        fields, corrections = self.fixers.fields_and_corrections(fields, last)
+        return torch.cat([fields, *(field.to(fields) for field in corrections)], dim=1)
 
     def output_from_fields(self, fields: Tensor, last: Tensor) -> Tensor:
         """Return the output that becomes these fields, if no fixer corrects them."""

@@ -25,8 +25,8 @@ from credit_dp.evaluation.held_out import (
     HeldOutData,
     HeldOutFields,
     forecast_map,
-    last_forecast,
     rank_batches,
+    run_forecasts,
 )
 from credit_dp.evaluation.maps import FieldMap
 from credit_dp.evaluation.metric_table import (
@@ -39,6 +39,7 @@ from credit_dp.evaluation.metric_table import (
     ScoreSums,
     run_metrics,
 )
+from credit_dp.evaluation.metrics import AreaMean
 from credit_dp.files import atomic_path
 from credit_dp.plugins import report_plugin_errors
 from credit_dp.training.build_training import Training
@@ -77,7 +78,9 @@ class Validation:
         self.every = config.trainer.validate_every or config.trainer.steps
         self.batch_size = config.data.batch_size
         self.state = training.trainer.state
-        self.rollout = training.ensemble.rollout
+        ensemble = training.ensemble
+        self.rollout = replace(ensemble, step=ensemble.step.with_corrections()).rollout
+        self.corrections = config.model.corrections
         self.members = config.trainer.scored_members
         self.manager = manager
         hours = (min(config.trainer.evaluate_hours),)
@@ -104,9 +107,10 @@ class Validation:
 
         Those of the final scores, as `validation_rmse`; but of ensembles `validation_spread_skill`
         for the spread, the ratio that is 1 if members are as far from each other as from the truth.
-        Those of `trainer.validation_scores` come too, and as `validation_error` the sum of their
-        costs (`Better.cost`) times their weights. With named parts of the dates each score is the
-        mean over them, and `NAME/PART` is that of a part.
+        What fixers of budgets add in a step is in kg m-2 or J m-2, the mean over the globe and all
+        steps. Those of `trainer.validation_scores` come too, and as `validation_error` the sum of
+        their costs (`Better.cost`) times their weights. With named parts of the dates each score is
+        the mean over them, and `NAME/PART` is that of a part.
 
         Collective; the same numbers on every rank.
 
@@ -138,10 +142,15 @@ class Validation:
             dates.area_weights, dates.points, samples=dates.num_samples, members=self.members
         )
         sums = ScoreSums(metrics.values(), (1, channels), extent)
+        corrections = AreaMean((len(self.corrections),), dates.area_weights)
         lead = dates.lead_steps[-1]
         with preserve_rng_state(dates.area_weights.device), self.state.eval_mode():
             for member, times, counts in rank_batches(dates, self.manager, self.batch_size):
-                forecast = last_forecast(self.rollout, member, times)
+                start = member.initial_states(times)
+                for members in run_forecasts(self.rollout, member, times, start):
+                    forecast = members[:, :, :channels]
+                    if counts:
+                        corrections.add((), members[:, :, channels:].flatten(0, 1))
                 if self.map is None:  # of the first batch, which all ranks have
                     self.map = forecast_map(member, self.manager, times[:1], forecast[:1, 0])
                 if counts:
@@ -154,6 +163,8 @@ class Validation:
             ratio = math.sqrt(1 + 1 / self.members) * found.pop("spread") / found["rmse"]
             found["spread_skill"] = ratio
         scores = {name: float(values[0].mean()) for name, values in found.items()}
+        means = corrections.result(self.manager).tolist() if self.corrections else []
+        scores |= dict(zip(self.corrections, means, strict=True))
         if weighed:
             # A forecast that is not finite is no candidate, whatever its undefined scores are.
             error = 0.0 if math.isfinite(scores["rmse"]) else math.nan

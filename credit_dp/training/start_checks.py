@@ -29,7 +29,7 @@ from credit_dp.errors import UserError, counted
 from credit_dp.fields import Fields
 from credit_dp.models import build_on_meta
 from credit_dp.physics.columns import hybrid_of
-from credit_dp.physics.fixers import bounded_channels, check_budgets, has_budgets
+from credit_dp.physics.fixers import bounded_channels, check_budgets
 from credit_dp.training.augmentation import check_augmentation
 from credit_dp.training.checkpoint import check_model_shapes, check_optimizer, model_shapes
 from credit_dp.training.checkpoint_shards import Checkpoint
@@ -92,7 +92,7 @@ def check_start(
     else:
         check_spectra(config.loss, store.grid)
         check_augmentation(config.trainer, store)
-        if has_budgets(config.model):
+        if config.model.budgets:
             remedy = "Leave the fixers of budgets out of model.fixers."
             store.grid.check_global("model.fixers", remedy)
             check_budgets(config.model, store)

@@ -9,6 +9,7 @@ import torch
 import xarray as xr
 from numpy.typing import NDArray
 
+from credit_dp.config.model import CORRECTIONS
 from credit_dp.data.channels import Channel
 from credit_dp.errors import UserError
 from credit_dp.forecast.check import check_forecast
@@ -21,6 +22,7 @@ from credit_dp.physics.columns import (
     build_layers,
 )
 from credit_dp.physics.diagnostics import (
+    NEEDS,
     Surface,
     WrittenFields,
     check_written,
@@ -238,7 +240,7 @@ def test_geopotential_between_levels_is_that_of_the_temperature():
 def written(kind: str, rows: slice, levels: tuple[int, ...] = ()) -> WrittenFields:
     hybrid = air.HYBRID if kind == "model" else {}
     named = NamedChannels(air.channels(kind), hybrid, air.ground()[rows])
-    return WrittenFields(named, list(DIAGNOSTICS.values()), levels)
+    return WrittenFields(named, list(NEEDS), levels)
 
 
 def physical(kind: str) -> torch.Tensor:
@@ -326,7 +328,9 @@ def test_a_forecast_has_them_on_any_mesh(folder, tmp_path, kind):
 
 def test_what_is_missing_is_named():
     names, static = [*air.UPPER, "sp"], ["z"]
-    check_written(names, static, list(DIAGNOSTICS.values()), [500])
+    check_written(names, static, list(DIAGNOSTICS.values()), [500], list(CORRECTIONS.values()))
+    with pytest.raises(UserError, match=r"water_correction needs water in model\.fixers"):
+        check_written(names, static, ["water_correction"], [], ["dry_air_correction"])
     with pytest.raises(UserError, match="total_column_water needs specific_humidity among the"):
         check_written(["sp", "t"], static, ["total_column_water"], [])
     with pytest.raises(UserError, match=r"pressure needs geopotential_at_surface in data.static"):

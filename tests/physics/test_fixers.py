@@ -77,8 +77,8 @@ def globe(field: Array) -> Array:
     return (field * weights).sum((1, 2, 3)) / weights.sum() / field.shape[-1]
 
 
-def budgets(kind: str, fields: torch.Tensor) -> dict[str, Array]:
-    """Return the globe's dry air in Pa, water in m, and energy in J m-2, by definition."""
+def columns(kind: str, fields: torch.Tensor) -> dict[str, Array]:
+    """Return the dry air of columns in Pa, water in m, and energy in J m-2, by definition."""
     x = in_units(kind, fields)
     layers = thickness(kind, x["surface_pressure"])
     vapour, temperature = x["specific_humidity"], x["temperature"]
@@ -87,10 +87,15 @@ def budgets(kind: str, fields: torch.Tensor) -> dict[str, Array]:
     heat = 1004.709 * (1 - vapour) + 1846.1 * vapour
     energy = heat * temperature + 2.5008e6 * vapour + air.ground().numpy() + wind / 2
     return {
-        "dry_air": globe(((1 - water) * layers).sum(1, keepdims=True)),
-        "water": globe((water * layers).sum(1, keepdims=True)) / G / 1000,
-        "energy": globe((energy * layers).sum(1, keepdims=True)) / G,
+        "dry_air": ((1 - water) * layers).sum(1, keepdims=True),
+        "water": (water * layers).sum(1, keepdims=True) / G / 1000,
+        "energy": (energy * layers).sum(1, keepdims=True) / G,
     }
+
+
+def budgets(kind: str, fields: torch.Tensor) -> dict[str, Array]:
+    """Return the means of `columns` over the globe."""
+    return {name: globe(values) for name, values in columns(kind, fields).items()}
 
 
 def gains(kind: str, fields: torch.Tensor) -> dict[str, Array]:
@@ -231,6 +236,71 @@ def test_tracers_are_not_negative_and_values_are_within_bounds():
     wind[:, 1] = wind[:, 1].clip(min=-1)
     assert found["u_component_of_wind"] == pytest.approx(wind, rel=1e-12)
     assert np.array_equal(found["surface_pressure"], given["surface_pressure"])
+
+
+def masses(kind: str, fields: torch.Tensor) -> dict[str, Array]:
+    """Return what corrections are of: dry air and energy of columns, water through the surface."""
+    air_of, x = columns(kind, fields), in_units(kind, fields)
+    water = 1000 * (x[air.RAIN] + x[air.EVAPORATION])
+    return {"dry_air": air_of["dry_air"] / G, "water": water, "energy": air_of["energy"]}
+
+
+@pytest.mark.parametrize("kind", air.KINDS)
+def test_corrections_are_what_each_column_gains(kind):
+    last, fields = air.fields(kind, seed=1)[:, : air.states()], air.fields(kind)
+    sizes = {"dry_air": 1e4, "water": 1e3, "energy": 1e9}
+    for fixer in ALL[1:]:
+        found, [correction] = built(kind, (fixer,)).fields_and_corrections(fields, last)
+        assert torch.equal(found, built(kind, (fixer,))(fields, last))
+        gained = masses(kind, found)[fixer] - masses(kind, fields)[fixer]
+        assert np.abs(gained).mean() > 1e-6 * sizes[fixer]
+        assert correction.numpy() == pytest.approx(gained, abs=1e-13 * sizes[fixer])
+
+
+def corrections_on_band(manager: DomainParallelManager, kind: str) -> list[torch.Tensor]:
+    rows = manager.rows(air.ROWS)
+    config = UNetConfig(fixers=list(ALL))
+    fixers = build_fixers(config, air.physical(kind, rows), air.global_mean(manager, rows), 6)
+    assert fixers is not None
+    fields, last = (air.fields(kind, seed=seed)[:, :, rows] for seed in (0, 1))
+    return fixers.fields_and_corrections(fields, last[:, : air.states()])[1]
+
+
+def test_corrections_of_bands_equal_those_of_the_globe():
+    wanted = corrections_on_band(alone(), "model")
+    parts = on_threads(3, corrections_on_band, "model")
+    for index, whole in enumerate(wanted):
+        found = torch.cat([part[index] for part in parts], dim=2)
+        assert ((found - whole) / whole.abs().max()).abs().max() < 1e-11
+    assert len(wanted) == 3
+
+
+def test_a_rollout_ends_with_corrections_which_are_no_weather():
+    """They are neither filled, nor inputs of the next step."""
+    fixers, shape = built("model", ALL), (1, len(air.channels("model")), air.ROWS, air.COLUMNS)
+    calls = []
+
+    def model(x: torch.Tensor) -> torch.Tensor:
+        calls.append(x)
+        return torch.randn(shape, generator=torch.Generator().manual_seed(3), dtype=x.dtype)
+
+    def fill(x: torch.Tensor) -> torch.Tensor:
+        assert x.shape == shape
+        return torch.cat([x[:, :-1], torch.full_like(x[:, -1:], 7.0)], dim=1)
+
+    scale = torch.full((air.states(), 1, 1), 0.05, dtype=torch.float64)
+    step = ForecastStep(model, scale, fill=fill, fixers=fixers)
+    start = air.fields("model", 1, seed=5)[:, : air.states()]
+    empty = start[:, :0]
+    plain = [*step.rollout(start, [empty] * 3, empty)]
+    shown = [*step.with_corrections().rollout(start, [empty] * 3, empty)]
+    raw = step.without_fixers()(start, empty, empty)
+    for fields, both in zip(plain, shown, strict=True):
+        assert torch.equal(both[:, :-3], fields)
+        assert both.shape[1] == fields.shape[1] + 3
+    _, wanted = fixers.fields_and_corrections(raw, start)
+    assert torch.equal(shown[0][:, -3:], torch.cat(wanted, dim=1))
+    assert {x.shape[1] for x in calls} == {air.states()}
 
 
 def gradients(

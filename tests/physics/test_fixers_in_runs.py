@@ -19,16 +19,19 @@ from credit_dp.data.grid import row_weights
 from credit_dp.data.setup import prepare_training_data
 from credit_dp.data.sources.gridded import hybrid_coefficients
 from credit_dp.data.store import Store
+from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.errors import UserError
 from credit_dp.evaluation.held_out import HeldOutData
 from credit_dp.forecast.format import describe_difference, settings_of
 from credit_dp.physics.columns import NamedChannels, hybrid_of, pressures_of
 from credit_dp.physics.fixers import check_signs
 from credit_dp.training.loss import channel_weights
+from credit_dp.training.monitoring import Validation
 from credit_dp.training.start_checks import check_start
 from tests.data.rechunk.requests import prepared
 from tests.forecast.runs import forecast, forecast_config, leave_checkpoint
 from tests.physics import atmospheres as air
+from tests.ranks import on_processes
 from tests.tier_cases import tiers
 from tests.training.meshes import (
     ONE,
@@ -37,7 +40,7 @@ from tests.training.meshes import (
     run_on_mesh,
     train_from_start,
 )
-from tests.training.runs import tiny_unet
+from tests.training.runs import alone, built, tiny_unet
 
 ALL = ["nonnegative", "dry_air", "water", "energy"]
 
@@ -117,7 +120,9 @@ def dry_air(data: xr.Dataset) -> np.ndarray:
 def test_forecasts_keep_the_mass_of_dry_air_on_every_mesh(folder, run, tmp_path):
     """Diagnostics are the same on every mesh, too."""
     config, _ = run
-    keys = {"init": "2000-01-04", "lead": "12h", "diagnostics": "[z,msl,tcw]"}
+    corrections = "water_correction,energy_correction"  # not in the order of the fixers
+    names = f"[z,msl,{corrections},dry_air_correction,tcw]"
+    keys = {"init": "2000-01-04", "lead": "12h", "diagnostics": names}
     one = forecast(forecast_config(config, tmp_path / "one.zarr", **keys))
     with xr.open_zarr(one) as data:
         mass = dry_air(data)  # (time, lead)
@@ -126,14 +131,80 @@ def test_forecasts_keep_the_mass_of_dry_air_on_every_mesh(folder, run, tmp_path)
         assert np.abs(mass / start[:, None] - 1).max() < 1e-6
         three = forecast(forecast_config(config, tmp_path / "three.zarr", **keys), ranks=3)
         with xr.open_zarr(three) as bands:
-            assert {"geopotential", "mean_sea_level_pressure"} <= {*data.data_vars}
+            written = {"geopotential", "mean_sea_level_pressure", *corrections.split(",")}
+            assert written <= {*data.data_vars}
+            assert bands["energy_correction"].attrs["units"] == "J m-2"
+            assert bands["water_correction"].attrs["cell_methods"] == "prediction_timedelta: sum"
             for name in data.data_vars:
-                spread = float(data[name].std())
-                assert float(np.abs(data[name] - bands[name]).max()) < 1e-3 * spread
-    without = replace(config, model=tiny_unet())
-    free = forecast(forecast_config(without, tmp_path / "free.zarr", **keys))
-    with xr.open_zarr(free) as data:
-        assert np.abs(dry_air(data) / start[:, None] - 1).max() > 1e-5
+                scale = float(data[name].std())
+                if name.endswith("_correction"):  # one of them is the same everywhere
+                    scale = float(np.abs(data[name]).max())
+                assert float(np.abs(data[name] - bands[name]).max()) < 1e-3 * scale
+    keys |= {"diagnostics": "", "lead": "6h"}
+    free = replace(config, model=tiny_unet())
+    free_path = forecast(forecast_config(free, tmp_path / "free.zarr", **keys))
+    keys |= {"diagnostics": "dry_air_correction"}
+    dry = replace(config, model=tiny_unet(fixers=["dry_air"]))
+    dry_path = forecast(forecast_config(dry, tmp_path / "dry.zarr", **keys))
+    with xr.open_zarr(free_path) as without, xr.open_zarr(dry_path) as data:
+        assert np.abs(dry_air(without) / start[:, None] - 1).max() > 1e-5
+        gained = (dry_air(data) - dry_air(without)) / 9.80665  # of the first step
+        found = data["dry_air_correction"].values
+        assert np.ptp(found) == 0
+        assert found.mean((2, 3)) == pytest.approx(gained, rel=1e-2)
+
+
+def validated(manager: DomainParallelManager, config: Config) -> dict[str, float]:
+    """Return the scores of untrained weights."""
+    training = built(config, manager)
+    training.loader.close()
+    return dict(Validation(config, prepare_training_data(config.data), training, manager)())
+
+
+def test_validations_log_corrections_on_every_mesh(folder):
+    """They are means over the globe and all steps of what fixers add."""
+    config = air.atmosphere_config(folder, "model", ["dry_air"])
+    dates = replace(config.data.dates, valid=["2000-01-03", "2000-01-04"])
+    config = replace(
+        config,
+        data=replace(config.data, dates=dates),
+        trainer=replace(config.trainer, evaluate_hours=[12]),
+    )
+    found = validated(alone(), config)["validation_dry_air_correction"]
+
+    training = built(config, alone())
+    training.loader.close()
+    ready = prepare_training_data(config.data)
+    dates = Validation(config, ready, training, alone()).dates[""]
+    step = training.forecast_step
+
+    def mass(fields: torch.Tensor) -> np.ndarray:
+        """Return the globe's dry air of normalised fields, in kg m-2."""
+        mean, std = (x[:, None, None] for x in (ready.statistics.mean, ready.statistics.std))
+        values = fields.detach().numpy() * std + mean
+        order = [channel.variable for channel in ready.store.channels.output_channels]
+        dims = ("sample", "level", "latitude", "longitude")
+        data = xr.Dataset({"latitude": air.latitude()})
+        for name in air.WATER:
+            data[name] = dims, values[:, [i for i, x in enumerate(order) if x == name]]
+        name = "surface_pressure"
+        data[name] = ("sample", *dims[2:]), values[:, order.index(name)]
+        return dry_air(data) / 9.80665
+
+    gained = []
+    for time in dates.initial_times:
+        times = np.array([time])
+        state = dates.initial_states(times)
+        for lead in range(2):
+            inputs = state, dates.forcing(times + lead * dates.step), dates.static(1)
+            fixed = step(*inputs)
+            gained.append(mass(fixed) - mass(step.without_fixers()(*inputs)))
+            state = fixed[:, : step.states]
+    assert len(gained) >= 4
+    assert np.abs(gained).max() > 1e-3
+    assert found == pytest.approx(np.mean(gained), rel=1e-6)
+    for scores in on_processes(3, validated, config):
+        assert scores["validation_dry_air_correction"] == pytest.approx(found, rel=1e-9)
 
 
 def test_a_forecast_does_not_continue_with_other_fixers(run, tmp_path):

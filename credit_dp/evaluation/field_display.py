@@ -1,7 +1,8 @@
 """How maps show a field: its unit, its colours, and where lines of equal values are drawn.
 
 As on weather charts geopotential is a height in dam, temperature is in degrees Celsius, and
-pressure in hPa. `display_of` knows variables by their names; any other is shown as it is stored.
+pressure in hPa; energy is in MJ, whose numbers fit beside each other. `display_of` knows variables
+by their names and units; any other is shown as it is stored.
 """
 
 from collections.abc import Sequence
@@ -80,6 +81,7 @@ SEA_LEVEL_PRESSURE = Display(
     "mean sea level pressure", "hPa", 0.01, colours=DIVERGING, lines=True, centre=1010.0
 )
 PRESSURE = Display(unit="hPa", scale=0.01)
+ENERGY = Display(unit="MJ m-2", scale=1e-6)
 HUMIDITY = Display(unit="g kg-1", scale=1000.0, colours=MOISTURE)
 RAIN_EDGES = (0.1, 0.5, 1.0, 2.0, 4.0, 7.0, 10.0, 20.0, 40.0, 70.0, 100.0)
 PRECIPITATION = Display(unit="mm", colours=RAIN, edges=RAIN_EDGES)
@@ -112,6 +114,8 @@ def display_of(variable: str, unit: str) -> Display:
         found = {"K": CELSIUS, "degC": CELSIUS._replace(offset=0.0)}.get(known)
     if found is None and known == "Pa" and name.endswith("pressure"):
         found = PRESSURE
+    if found is None and known == "J m-2":
+        found = ENERGY
     if found is None and name in COLUMN_WATER:
         found = Display(unit=unit, colours=MOISTURE)
     if found is None and any(word in name for word in PRECIPITATIONS):

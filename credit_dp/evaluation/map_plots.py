@@ -74,7 +74,7 @@ MIN_SLOPE = 1e-30  # of a field between lines
 COAST_WIDTH, THIN_COAST_WIDTH = 0.6, 0.45  # points
 WIDE_INCHES = 4.0  # of a map; coasts on narrower ones are thin
 LINE_POINTS = 181  # of a circle of the graticule
-TICK_INCHES = 0.24  # of a number at a colour bar
+DIGIT_INCHES = 0.085  # of numbers at a colour bar
 TITLE_CHARACTERS = 90  # of a title that fits above two maps
 WHOLE_DEGREES = 130  # of latitude, beyond which a map is one of the globe
 CAP_DEGREES = 100  # of latitude, up to which it is one of what lies around a pole
@@ -396,7 +396,8 @@ def add_bar(figure: Figure, axes: Axes, scale: ColourScale, label: str) -> Color
         extend=scale.extend, spacing="uniform",
     )  # fmt: skip
     edges = scale.edges
-    room = int(axes.get_position().width * figure.get_figwidth() / TICK_INCHES)
+    longest = 1 + max(len(f"{value:g}") for value in edges)  # with a space
+    room = int(axes.get_position().width * figure.get_figwidth() / (DIGIT_INCHES * longest))
     thin = every_edge(edges, 1 + len(edges) // (room + 1))
     bar.set_ticks(thin, labels=[f"{value:g}" for value in thin])
     bar.set_label(label)

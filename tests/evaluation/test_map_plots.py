@@ -1,6 +1,7 @@
 """Maps: units and colours of fields, lines, colour bars, coasts and the edges between ranks."""
 
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +24,7 @@ from credit_dp.evaluation.field_display import (
 )
 from credit_dp.evaluation.figure_style import COAST, NO_VALUE, TEMPERATURE, figure_style
 from credit_dp.evaluation.map_plots import (
+    add_bar,
     draw_error_maps,
     draw_map,
     draw_surroundings,
@@ -62,6 +64,7 @@ SHOWN = {
     ("total_precipitation_6hr", "m"): (0.003, "total precipitation 6hr", "mm", 3, 3),
     ("tp", "kg m**-2"): (3, "total precipitation", "mm", 3, 3),
     ("temperature", "°C"): (3, "temperature", "°C", 3, 3),
+    ("ssrd", "J m**-2"): (3e6, "surface solar radiation downwards", "MJ m-2", 3, 3),
     ("dust", "ppm"): (3, "dust", "ppm", 3, 3),
 }
 
@@ -119,6 +122,20 @@ def test_numbers_at_a_colour_bar_are_even_on_both_sides_of_its_centre() -> None:
         ([3.0, 4.0], 1, [3, 4]),
     ):
         assert every_edge(edges, step) == shown, (edges, step)
+
+
+@figure_style()
+def test_numbers_at_a_colour_bar_do_not_touch() -> None:
+    for low, high in ((0.0, 9.0), (-2.19, -1.46), (-3.2e-5, 4e-5), (98_000.0, 101_000.0)):
+        figure = Figure(figsize=(10, 1))
+        axes = figure.add_axes((0.2, 0.5, 0.6, 0.2))
+        scale = field_scale(display_of("x", ""), np.linspace(low, high, 50)[None])
+        bar = add_bar(figure, axes, scale, "")
+        figure.draw_without_rendering()
+        boxes = [text.get_window_extent() for text in bar.ax.get_xticklabels()]
+        assert len(boxes) > 3
+        for left, right in pairwise(boxes):
+            assert left.x1 + 2 < right.x0, low
 
 
 def test_numbers_on_lines_are_above_coasts_and_each_is_on_its_line(

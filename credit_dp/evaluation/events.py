@@ -2,14 +2,15 @@
 
 `parse_events` reads what the key says, `open_quantiles` finds the quantiles of each date and place,
 and `EVENT_SCORES` are functions of counts: how often an event was forecast with each probability,
-with and without being observed, which `score` adds up. A single forecast has the probabilities 0
-and 1. `Neighbourhoods` average over discs on the sphere, for the fractions skill score.
+with and without being observed, which `score` adds up for each initial time. A single forecast has
+the probabilities 0 and 1. `Neighbourhoods` average over discs on the sphere, for the fractions
+skill score.
 """
 
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, final
 
@@ -538,18 +539,20 @@ def event_score(name: str) -> EventScore:
 @final
 @dataclass(frozen=True)
 class EventResult:
-    """The counts of one event of one channel.
+    """The counts of one event of one channel at each initial time.
 
     Attributes:
-        counts: by region: weights, `(sources, leads, M + 1, 2)`; see `EventScore`.
-        fractions: by region and distance in km: mean squared difference of the fractions, and the
-            sum of their mean squares, `(sources, leads, 2)`.
+        counts: by region: weights, `(sources, times, leads, M + 1, 2)`; see `EventScore`.
+        fractions: by region: mean squared difference of the fractions, and the sum of their mean
+            squares, at each of the distances, `(sources, times, leads, D, 2)`.
+        distances: in km.
     """
 
     channel: Channel
     event: str
     counts: Mapping[str, Array]
-    fractions: Mapping[str, Mapping[float, Array]] = field(default_factory=dict)
+    fractions: Mapping[str, Array]
+    distances: tuple[float, ...] = ()
 
     @property
     def members(self) -> int:
@@ -561,20 +564,30 @@ class EventResult:
 
         Those are of the globe; NaN where a probability was never forecast.
         """
-        counts = self.counts[GLOBAL][0, lead]
+        counts = self.counts[GLOBAL][0, :, lead].sum(axis=0)
         cases = counts.sum(axis=-1)
         frequency = np.divide(counts[:, 1], cases, out=np.full_like(cases, np.nan), where=cases > 0)
         return np.linspace(0, 1, len(counts)), cases / cases.sum(), frequency
 
     def scores(self, region: str) -> dict[str, Array]:
         """Return all scores in a region by name, `(sources, leads)` each; NaN if undefined."""
-        counts = self.counts[region]
-        with np.errstate(divide="ignore", invalid="ignore"):
-            found = {
-                name: np.asarray(score.compute(counts))
-                for name, score in EVENT_SCORES.items()
-                if self.members > 1 or not score.ensemble
-            }
-            for kilometres, sums in self.fractions.get(region, {}).items():
-                found[f"fss_{kilometres:g}km"] = 1 - sums[..., 0] / sums[..., 1]
-        return {name: np.where(np.isfinite(x), x, np.nan) for name, x in found.items()}
+        counts, fractions = (x[region].sum(axis=1) for x in (self.counts, self.fractions))
+        return event_scores(counts, fractions, self.distances)
+
+
+def event_scores(counts: Array, fractions: Array, distances: Sequence[float]) -> dict[str, Array]:
+    """Return all scores by name, `(...)` each; NaN if undefined.
+
+    Args:
+        counts, fractions: `(..., M + 1, 2)` and `(..., D, 2)`, sums of those of `EventResult`.
+    """
+    with np.errstate(divide="ignore", invalid="ignore"):
+        found = {
+            name: np.asarray(score.compute(counts))
+            for name, score in EVENT_SCORES.items()
+            if counts.shape[-2] > 2 or not score.ensemble
+        }
+        for number, kilometres in enumerate(distances):
+            errors, squares = np.moveaxis(fractions[..., number, :], -1, 0)
+            found[f"fss_{kilometres:g}km"] = 1 - errors / squares
+    return {name: np.where(np.isfinite(x), x, np.nan) for name, x in found.items()}

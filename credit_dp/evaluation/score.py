@@ -389,12 +389,17 @@ def empty_means(sources: int, sizes: tuple[int, int, int]) -> Tensor:
     return torch.full((sources, *sizes), torch.nan, dtype=torch.float64)
 
 
+CHANNELS = 3  # dim of the counts of events
+
+
 @final
 class EventCounts:
     """Counts the events of the C levels of a variable, by how many members forecast them.
 
+    Those of each initial time are kept.
+
     Args:
-        sizes: number of lead times and of channels.
+        sizes: number of initial times, of lead times and of channels.
         valid: points with values, `(C, H, W)`; None: all points have values.
         quantiles: of each channel, by the index of an event with one.
         neighbourhoods: of the fractions skill score, by distance in km.
@@ -403,7 +408,7 @@ class EventCounts:
     def __init__(
         self,
         events: Sequence[Event],
-        sizes: tuple[int, int],
+        sizes: tuple[int, int, int],
         members: int,
         regions: Mapping[str, RegionPoints],
         valid: Tensor | None,
@@ -416,19 +421,22 @@ class EventCounts:
         self._valid = valid
         self._quantiles = quantiles
         self._neighbourhoods = neighbourhoods
-        counts = (len(events), len(EVENT_SOURCES), *sizes, members + 1, 2)
-        fractions = (len(events), len(neighbourhoods), len(EVENT_SOURCES), *sizes, 2)
+        counts = (len(EVENT_SOURCES), *sizes, len(events), members + 1, 2)
+        fractions = (len(EVENT_SOURCES), *sizes, len(events), len(neighbourhoods), 2)
         self._counts = {name: torch.zeros(counts, dtype=torch.float64) for name in regions}
         self._fractions = {name: torch.zeros(fractions, dtype=torch.float64) for name in regions}
 
-    def sums(self) -> list[Tensor]:
-        """Return the tensors that all initial times are added to."""
+    def counts(self) -> list[Tensor]:
+        """Return the counts of each initial time, `(sources, times, leads, C, ...)` each."""
         return [*self._counts.values(), *self._fractions.values()]
 
-    def add(self, leads: slice, channels: slice, fields: StoredFields, times: Times) -> None:
+    def add(
+        self, time: int, leads: slice, channels: slice, fields: StoredFields, times: Times
+    ) -> None:
         """Add the forecasts from one initial time, at some lead times.
 
         Args:
+            time: index of the initial time.
             channels: among those of the variable.
             times: valid times, `(leads,)`.
         """
@@ -442,15 +450,14 @@ class EventCounts:
             for source, name in enumerate(EVENT_SOURCES):
                 members = event.occurs(fields.members(name)[0], threshold)
                 count = members.sum(dim=0) * self._members // len(members)
-                index = (number, source, leads, channels)
+                index = (source, time, leads, channels, number)
                 self._add_counts(index, count, observed)
                 for distance, (km, truth) in enumerate(near.items()):
                     share = count.double() / self._members
                     forecast = self._neighbourhoods[km].mean(share, channels)
                     errors = (forecast - truth).square(), forecast.square() + truth.square()
                     for kind, values in enumerate(errors):
-                        at = (number, distance, source, leads, channels, kind)
-                        self._add_fractions(at, values)
+                        self._add_fractions((*index, distance, kind), values)
 
     def _add_counts(self, index: Index, count: Tensor, observed: Tensor) -> None:
         """Add weights of `(leads, C, H, W)` by number of members and by what was observed."""
@@ -462,7 +469,7 @@ class EventCounts:
             selected = region.select(cells)
             weights = region.weights.reshape(len(region.weights), -1).expand(selected.shape)
             if self._valid is not None:
-                weights = weights * region.select(self._valid[index[-1]])
+                weights = weights * region.select(self._valid[index[CHANNELS]])
             sums = torch.bincount(
                 selected.flatten(), weights.flatten(), minlength=leads * channels * kinds
             )
@@ -471,7 +478,7 @@ class EventCounts:
 
     def _add_fractions(self, index: Index, values: Tensor) -> None:
         if self._valid is not None:
-            values = torch.where(self._valid[index[-2]], values, 0)
+            values = torch.where(self._valid[index[CHANNELS]], values, 0)
         for name, region in self._regions.items():
             self._fractions[name][index] += weighted_sums(
                 region.select(values), region.weights, None
@@ -483,14 +490,9 @@ class EventCounts:
             EventResult(
                 channel,
                 event.text,
-                {name: x[number, :, :, c].numpy() for name, x in self._counts.items()},
-                {
-                    name: {
-                        km: x[number, distance, :, :, c].numpy()
-                        for distance, km in enumerate(self._neighbourhoods)
-                    }
-                    for name, x in self._fractions.items()
-                },
+                {name: x[:, :, :, c, number].numpy() for name, x in self._counts.items()},
+                {name: x[:, :, :, c, number].numpy() for name, x in self._fractions.items()},
+                tuple(self._neighbourhoods),
             )
             for c, channel in enumerate(channels)
             for number, event in enumerate(self._events)
@@ -602,9 +604,10 @@ class Scorer:
                     for number, event in enumerate(events)
                     if event.is_quantile
                 }
-            sizes = (len(self._aligned.lead_indices), span.stop - span.start)
+            count = span.stop - span.start
+            sizes = (len(self._times), len(self._lead_times), count)
             valid = None if self.valid is None else torch.from_numpy(self.valid[span])
-            points = torch.ones(sizes[1], *truth.grid).bool() if valid is None else valid
+            points = torch.ones(count, *truth.grid).bool() if valid is None else valid
             near = {km: Neighbourhoods(truth.grid, km, points) for km in request.fss}
             members = self._aligned.forecast.members
             counts[name] = EventCounts(events, sizes, members, regions, valid, quantiles, near)
@@ -631,7 +634,7 @@ class Scorer:
                     self._add_seeps(block, scored, scores, fields)
                 if block.variable in self._events:
                     times = block.initial_time + self._lead_times[scored]
-                    self._events[block.variable].add(scored, channels, fields, times)
+                    self._events[block.variable].add(time, scored, channels, fields, times)
                 # A block has one initial time, so that these lead times are complete.
                 scores.end_initial_time(time, scored, self._manager)
         self._maps.add(block.leads, block.channels.start, block.forecast, block.truth)
@@ -664,7 +667,7 @@ class Scorer:
         scores = [scores for parts in self._scores.values() for _, scores in parts]
         sums = [tensor.numpy() for each in scores for tensor in each.sums()]
         means = [tensor.numpy() for each in scores for tensor in each.means()]
-        sums += [tensor.numpy() for each in self._events.values() for tensor in each.sums()]
+        means += [tensor.numpy() for each in self._events.values() for tensor in each.counts()]
         return [*sums, *self._maps.sums()], means
 
     def result(self, request: ScoreRequest) -> Scorecard:

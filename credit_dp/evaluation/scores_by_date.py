@@ -1,7 +1,8 @@
 """Scores of each initial time: their file, and whether two forecasts differ in more than chance.
 
 `scores_by_date.zarr` has what each initial time contributes to every score, before any root is
-taken: any later mean over dates, a season or a test needs the forecasts no more.
+taken, and to the counts of events: any later mean over dates, a season or a test needs the
+forecasts no more.
 
 Scores of neighbouring initial times are alike, as the weather is: a test that takes them for
 independent finds differences where there are none. `paired_test` is that of Geer (2016), a paired
@@ -11,14 +12,15 @@ other usual one, needs a length of blocks and random numbers.
 Source: Geer 2016, "Significance of changes in medium-range forecast scores", Tellus A 68, 30229.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import xarray as xr
 
 from credit_dp.data.grid import GLOBAL
+from credit_dp.evaluation.events import SOURCES as EVENT_SOURCES
 from credit_dp.evaluation.metric_table import FORECAST, METRICS, SOURCES, TRUTH
 from credit_dp.evaluation.scorecard import Array, Scorecard
 
@@ -41,20 +43,64 @@ def scores_by_date(card: Scorecard, name: str) -> xr.Dataset:
         for source, field in zip(METRICS[name].sources, means[name], strict=True):
             values[region, ALL_SOURCES.index(source)] = field
     attributes = {"long_name": METRICS[name].title, "root": int(METRICS[name].root)}
-    leads = np.array(card.hours, "m8[h]").astype("m8[ns]")
     coordinates = {
-        "region": ("region", np.array([*card.means], object)),
+        **common_coordinates(card),
         "source": ("source", np.array(ALL_SOURCES, object)),
-        "time": ("time", card.calendar.dates(times)),
-        "prediction_timedelta": ("prediction_timedelta", leads),
         "channel": ("channel", np.array(channels, object)),
         "units": ("channel", np.array(card.units, object)),
     }
     return xr.Dataset({name: (DIMS, values, attributes)}, coordinates)
 
 
+def common_coordinates(card: Scorecard) -> Mapping[str, tuple[str, Any]]:
+    """Return the coordinates that scores and counts of events have."""
+    leads = np.array(card.hours, "m8[h]").astype("m8[ns]")
+    return {
+        "region": ("region", np.array([*card.means], object)),
+        "time": ("time", card.calendar.dates(np.asarray(card.times))),
+        "prediction_timedelta": ("prediction_timedelta", leads),
+    }
+
+
+COUNTS, FRACTIONS = "event_counts", "event_fractions"
+EVENT_DIMS = ("region", "source", "time", "prediction_timedelta", "event")
+
+
+def events_by_date(card: Scorecard) -> xr.Dataset:
+    """Return what each initial time adds to the counts of events, see `EventResult`.
+
+    The counts of a source that is not counted are NaN.
+    """
+    events = card.events
+    counts = stack_events([x.counts for x in events])
+    dims = (*EVENT_DIMS, "members", "observed")
+    about = {"long_name": "area by number of members with the event, and by what was observed"}
+    variables: dict[str, tuple[Any, ...]] = {COUNTS: (dims, counts, about)}
+    coordinates = {
+        **common_coordinates(card),
+        "source": ("source", np.array(EVENT_SOURCES, object)),
+        "event": ("event", np.array([f"{x.channel.name} {x.event}" for x in events], object)),
+        "event_channel": ("event", np.array([x.channel.name for x in events], object)),
+        "members": np.arange(counts.shape[-2]),
+        "observed": [0, 1],
+    }
+    if events[0].distances:
+        fractions = stack_events([x.fractions for x in events])
+        about = {"long_name": "squared errors of fractions, and the sum of their squares"}
+        variables[FRACTIONS] = ((*EVENT_DIMS, "distance", "term"), fractions, about)
+        coordinates["distance"] = ("distance", [*events[0].distances], {"units": "km"})
+        coordinates["term"] = ("term", np.array(["errors", "squares"], object))
+    return xr.Dataset(variables, coordinates).reindex(source=np.array(ALL_SOURCES, object))
+
+
+def stack_events(by_event: Sequence[Mapping[str, Array]]) -> Array:
+    """Return an array of `EVENT_DIMS` from one of each region, `(sources, times, leads, ...)`."""
+    regions = [np.stack([x[region] for x in by_event], axis=3) for region in by_event[0]]
+    return np.stack(regions)
+
+
 def write_scores_by_date(card: Scorecard, folder: Path) -> None:
-    """Write the file into a folder, a variable for each metric.
+    """Write the file into a folder, a variable for each metric, and the counts of events.
 
     Raises:
         OSError: it can't be written.
@@ -62,6 +108,9 @@ def write_scores_by_date(card: Scorecard, folder: Path) -> None:
     for index, name in enumerate(card.means[GLOBAL]):  # one at a time, which saves memory
         scores = scores_by_date(card, name)
         scores.to_zarr(folder / NAME, mode="a" if index else "w", zarr_format=2, consolidated=True)
+    if card.events:
+        events = events_by_date(card)
+        events.to_zarr(folder / NAME, mode="a", zarr_format=2, consolidated=True)
 
 
 def read_scores_by_date(folder: Path, names: Collection[str]) -> xr.Dataset | None:

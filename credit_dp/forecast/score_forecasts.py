@@ -7,7 +7,7 @@ forecast is scored, in a thread of its own. What it adds up goes to a file of it
 joins them.
 
 Memory holds one lead time of all members on the rank that scores it, the truth and climatology of
-it, and the sums. Of these, the means of each initial time are kept.
+it, and the sums. Of these, the means and the counts of events of each initial time are kept.
 """
 
 from __future__ import annotations

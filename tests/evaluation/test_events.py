@@ -26,6 +26,7 @@ from credit_dp.evaluation.events import (
     season_windows,
 )
 from credit_dp.evaluation.score_folder import scorecard_page
+from credit_dp.evaluation.scores_by_date import write_scores_by_date
 from credit_dp.sphere import EARTH_RADIUS
 from tests.evaluation import forecasts
 from tests.evaluation.forecasts import refusal, scored
@@ -251,7 +252,7 @@ def test_scores_are_those_of_numpy(stores: Path, members: int) -> None:
         occurs = (lambda x, t: x > t) if above else (lambda x, t: x < t)
         seen = occurs(truth, threshold)
         yes = occurs(np.moveaxis(forecast, 1, 2), threshold).sum(axis=0)
-        expected = np.zeros((2, 2, members + 1, 2))
+        expected = np.zeros((2, 5, 2, members + 1, 2))
         for lead in range(2):
             limit = threshold[lead] if isinstance(threshold, np.ndarray) else threshold
             again = members * occurs(start, limit)
@@ -259,16 +260,18 @@ def test_scores_are_those_of_numpy(stores: Path, members: int) -> None:
                 for k in range(members + 1):
                     for o in (0, 1):
                         cases = (count == k) & (seen[lead] == o)
-                        expected[source, lead, k, o] = (weights * cases).sum()
+                        expected[source, :, lead, k, o] = (weights * cases).sum(axis=(1, 2))
         np.testing.assert_allclose(result.counts[GLOBAL], expected, rtol=1e-12, atol=1e-12)
         assert result.counts["tropics"].sum() < result.counts[GLOBAL].sum()
         grid = Grid(array["latitude"].values, array["longitude"].values)
-        errors = np.zeros(2)
-        for one, other in zip(yes[0] / members, seen[0], strict=True):
+        terms = np.zeros((5, 2))
+        for time, (one, other) in enumerate(zip(yes[0] / members, seen[0], strict=True)):
             one, other = (brute_force(grid, x, 3000) for x in (one, other))
-            errors += [(weights * x).sum() for x in ((one - other) ** 2, one**2 + other**2)]
+            terms[time] = [(weights * x).sum() for x in ((one - other) ** 2, one**2 + other**2)]
+        np.testing.assert_allclose(result.fractions[GLOBAL][0, :, 0, 0], terms, rtol=1e-10)
+        errors, squares = terms.sum(axis=0)
         fss = result.scores(GLOBAL)["fss_3000km"][0, 0]
-        assert fss == pytest.approx(1 - errors[0] / errors[1], rel=1e-10)
+        assert fss == pytest.approx(1 - errors / squares, rel=1e-10)
     rows = list(csv.DictReader(card.events_csv().splitlines()))
     assert {row["region"] for row in rows} == {"global", "tropics"}
     hits = [row for row in rows if row["score"] == "hit_rate" and row["event"] == ">285"]
@@ -285,6 +288,47 @@ def test_scores_are_those_of_numpy(stores: Path, members: int) -> None:
         assert len(lines) == 3 * 2 * 4
         shares = [float(line["share"]) for line in lines[:4]]
         assert sum(shares) == pytest.approx(1)
+
+
+def test_sums_over_some_dates_are_those_of_an_evaluation_of_these(
+    stores: Path, tmp_path: Path
+) -> None:
+    keys = {
+        "climatology": "",
+        "events": {"2m_temperature": [">285", ">90%"]},
+        "fss": (1000.0, 3000.0),
+        "regions": ("tropics",),
+    }
+    card = scored(stores, stores / "forecast.zarr", **keys)
+    write_scores_by_date(card, tmp_path)
+    # The first dates: quantiles are of all dates before the first forecast.
+    dates = card.initial_times[0], card.initial_times[2]
+    part = scored(stores, stores / "forecast.zarr", dates=dates, **keys)
+    with xr.open_zarr(tmp_path / "scores_by_date.zarr", decode_timedelta=True) as file:
+        sources = file.sel(source=["forecast", "persistence"], time=slice(*dates)).load()
+    counts, fractions = sources["event_counts"], sources["event_fractions"]
+    assert counts.sizes["time"] == 3
+    for result in part.events:
+        for region in (GLOBAL, "tropics"):
+            at = {"event": f"2m_temperature {result.event}", "region": region}
+            found = counts.sel(at).sum("time").transpose("source", ..., "members", "observed")
+            expected = result.counts[region].sum(axis=1)
+            np.testing.assert_allclose(found, expected, rtol=1e-13, atol=1e-13)
+            scores = result.scores(region)
+            yes = found.sel(members=slice(2, 3)).sum("members")  # of three members two or more
+            misses = found.sel(members=slice(0, 1), observed=1).sum("members")
+            csi = yes.sel(observed=1) / (yes.sum("observed") + misses)
+            np.testing.assert_allclose(csi, scores["csi"], rtol=1e-13)
+            probability = found["members"] / 3
+            errors = (probability - found["observed"]) ** 2 * found
+            kinds = ["members", "observed"]
+            brier = errors.sum(kinds) / found.sum(kinds)
+            np.testing.assert_allclose(brier, scores["brier"], rtol=1e-12)
+            terms = fractions.sel(at).sum("time")
+            fss = 1 - terms.sel(term="errors") / terms.sel(term="squares")
+            for distance in (1000, 3000):
+                one = fss.sel(distance=distance).transpose("source", ...)
+                np.testing.assert_allclose(one, scores[f"fss_{distance}km"], rtol=1e-12)
 
 
 def quantile_of(array: xr.DataArray, valid: np.ndarray, before: np.datetime64) -> np.ndarray:
@@ -357,10 +401,8 @@ def test_only_dates_of_the_forecasts_need_a_climate(stores: Path) -> None:
         climatology="",
         events={"2m_temperature": [">90%"]},
     )
-    rate = (
-        card.events[0].counts[GLOBAL][0, 0, :, 1].sum() / card.events[0].counts[GLOBAL][0, 0].sum()
-    )
-    assert 0.05 < rate < 0.2
+    counts = card.events[0].counts[GLOBAL][0, :, 0]
+    assert 0.05 < counts[..., 1].sum() / counts.sum() < 0.2
 
 
 def test_bad_input_is_one_line(stores: Path) -> None:

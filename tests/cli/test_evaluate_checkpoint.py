@@ -9,6 +9,7 @@ import pytest
 from tests.cli.invocation import answer
 from tests.forecast.runs import train
 
+EVENTS = ('events={2m_temperature: [">280"]}', "fss=[3000]")
 WORDS = ("dates=[2000-01-02,2000-01-04,24h]", "hours=[6,12]", "device=cpu")
 
 
@@ -31,30 +32,31 @@ def evaluate(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     return command
 
 
-def numbers(folder: Path) -> pandas.Series:
+def numbers(folder: Path, file: str = "scores.csv") -> pandas.Series:
     """Return the scores of a folder by all that names them."""
-    table = pandas.read_csv(folder / "scores.csv")
+    table = pandas.read_csv(folder / file)
     return table.set_index([name for name in table if name != "value"])["value"]
 
 
 def test_scores_are_those_of_the_stored_forecast_on_any_mesh(evaluate, tmp_path: Path) -> None:
-    code, out, _ = evaluate(*WORDS, "out=live")
+    code, out, _ = evaluate(*WORDS, *EVENTS, "out=live")
     assert code == 0
     assert "3 initial times" in out
     assert out.endswith("scorecard.html\n")
-    code, _, _ = evaluate(*WORDS, "out=mesh", "parallel.domain=2", "parallel.data=2")
+    code, _, _ = evaluate(*WORDS, *EVENTS, "out=mesh", "parallel.domain=2", "parallel.data=2")
     assert code == 0
     words = ("init=2000-01-02/2000-01-04/24h", "lead=12h", "device=cpu", "out=f.zarr")
     assert evaluate(*words, command="forecast")[0] == 0
     assert not list(tmp_path.glob("*.partial"))
     with pytest.MonkeyPatch.context() as inner:
-        words = ("forecast=f.zarr", "out=stored", "hours=[6,12]")
+        words = ("forecast=f.zarr", "out=stored", "hours=[6,12]", *EVENTS)
         assert answer(inner, "evaluate", *words, program="credit-dp")[0] == 0
-    stored = numbers(tmp_path / "stored")
-    for folder in ("live", "mesh"):
-        found = numbers(tmp_path / folder)
-        assert found.index.equals(stored.index)
-        np.testing.assert_allclose(found, stored, rtol=1e-6, atol=1e-9)
+    for file, tolerance in {"scores.csv": 1e-6, "events.csv": 1e-12}.items():
+        stored = numbers(tmp_path / "stored", file)
+        for folder in ("live", "mesh"):
+            found = numbers(tmp_path / folder, file)
+            assert found.index.equals(stored.index)
+            np.testing.assert_allclose(found, stored, rtol=tolerance, atol=1e-9)
 
 
 REFUSED = {

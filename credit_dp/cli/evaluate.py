@@ -517,7 +517,7 @@ COMPARE_HELP = """\
 {program} RUN RUN [RUN ...] [out=FOLDER]: compares the scores of runs.
 
 RUN is the folder of a finished training run, or one that credit-dp evaluate wrote. Shows the keys
-in which the runs' configs differ, and each score of the same field and lead time, with its
+in which the runs' configs differ, and each score of the same field or event and lead time, with its
 difference from the first run in percent, and the best run. Warns if scores are not comparable,
 because of other dates, other data or another grid.
 
@@ -587,12 +587,12 @@ def write_comparison(comparison: "Comparison", out: str) -> Path:
 def comparison_lines(comparison: "Comparison") -> list[str]:
     """Return warnings, the keys that differ, and the scores of a few lead times."""
     from credit_dp.evaluation.comparison import (
+        compared_metric,
         describe_wins,
         difference_headings,
         format_percent,
         rows_for_table,
     )
-    from credit_dp.evaluation.metric_table import METRICS
     from credit_dp.evaluation.scorecard import three_digits
 
     lines = list(comparison.warnings)
@@ -602,7 +602,7 @@ def comparison_lines(comparison: "Comparison") -> list[str]:
             "",
             *format_table(("config", *comparison.names), rows, left=1 + len(comparison.names)),
         ]
-    for score in (name for name in comparison.scores if METRICS[name].in_terminal):
+    for score in (name for name in comparison.scores if compared_metric(name).in_terminal):
         cells = [
             (
                 row.key.channel,

@@ -7,6 +7,7 @@ which values are better are those of `metric_table`.
 
 import json
 import math
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from credit_dp.config import by_dotted_key
 from credit_dp.data.grid import GLOBAL
 from credit_dp.errors import UserError, counted
 from credit_dp.evaluation.drawing import draw_or_warn
+from credit_dp.evaluation.events import event_score
 from credit_dp.evaluation.figure_style import (
     SERIES,
     SOURCE_LINES,
@@ -40,6 +42,7 @@ from credit_dp.evaluation.metric_table import (
     Better,
     Metric,
     comparison_metrics,
+    no_unit,
     panel_name,
 )
 from credit_dp.evaluation.pages import (
@@ -61,7 +64,10 @@ from credit_dp.evaluation.scores_by_date import (
     Place,
     Significance,
     compare_by_date,
+    compare_events_by_date,
+    read_events_by_date,
     read_scores_by_date,
+    scores_from_counts,
 )
 from credit_dp.plain_text import csv_text
 
@@ -102,6 +108,8 @@ class EvaluationResult:
         setup: what scores depend on besides the forecasts.
         config: a run's config, flat, without the keys in which runs always differ.
         by_date: a scorecard's scores of each initial time, see `scores_by_date`.
+        events: its counts of events of each initial time. The channel of their scores in `scores`
+            is that of the event with its text: `2m_temperature >303.15`.
     """
 
     name: str
@@ -111,6 +119,7 @@ class EvaluationResult:
     setup: Mapping[str, object]
     config: Mapping[str, object]
     by_date: xr.Dataset | None = None
+    events: xr.Dataset | None = None
 
 
 def read_result(folder: Path, name: str) -> EvaluationResult:
@@ -168,23 +177,30 @@ def _read_scorecard(folder: Path, name: str) -> EvaluationResult:
         scores = _flatten_scores(content["scores"])
         for region, nested in content.get("regions", {}).items():
             scores |= _flatten_scores(nested, region)
+        by_date, events = _read_by_date(folder)
+        units = dict(content["units"])
+        if events is not None:
+            scores |= _flatten_event_scores(events)
+            channels = zip(events["event"].values, events["event_channel"].values, strict=True)
+            units |= {str(event): units[channel] for event, channel in channels}
         return EvaluationResult(
             name=name,
             kind=CARD,
-            units=dict(content["units"]),
+            units=units,
             scores=scores,
             setup={aspect: content[key] for aspect, key in CARD_SETUP_KEYS.items()},
             config={},
-            by_date=_read_by_date(folder),
+            by_date=by_date,
+            events=events,
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise _damaged_error(folder / SCORES_FILE, error) from error
 
 
-def _read_by_date(folder: Path) -> xr.Dataset | None:
+def _read_by_date(folder: Path) -> tuple[xr.Dataset | None, xr.Dataset | None]:
     try:
         ranked = [name for name, metric in METRICS.items() if metric.better.ranks_sources]
-        return read_scores_by_date(folder, ranked)
+        return read_scores_by_date(folder, ranked), read_events_by_date(folder)
     except Exception as error:  # whatever zarr, its codecs or xarray raise for a damaged store
         raise _damaged_error(folder / BY_DATE_FILE, error) from error
 
@@ -205,6 +221,18 @@ def _flatten_scores(
                 if FORECAST in values:
                     key = ScoreKey(score, channel, int(lead.removesuffix("h")), region)
                     flat[key] = values
+    return flat
+
+
+def _flatten_event_scores(events: xr.Dataset) -> dict[ScoreKey, dict[str, float]]:
+    flat: dict[ScoreKey, dict[str, float]] = {}
+    for name, scores in scores_from_counts(events.sum("time")).data_vars.items():
+        # The forecast comes first: a key without a score of the forecast is left out.
+        by_place = scores.transpose("source", "region", "event", "prediction_timedelta")
+        for (source, region, event, lead), value in by_place.to_series().dropna().items():
+            key = ScoreKey(str(name), event, round(lead.total_seconds() / 3600), region)
+            if source == FORECAST or key in flat:
+                flat.setdefault(key, {})[source] = float(value)
     return flat
 
 
@@ -343,11 +371,12 @@ def compare(results: Sequence[EvaluationResult]) -> Comparison:
     mismatched = {
         key.channel for key in common if len({x.units.get(key.channel) for x in results}) > 1
     }
+    scores = dict.fromkeys([x.name for x in comparison_metrics()] + [key.score for key in common])
     keys = [
         key
-        for metric in comparison_metrics()
+        for score in scores
         for key in common
-        if key.score == metric.name and key.channel not in mismatched
+        if key.score == score and key.channel not in mismatched
     ]
     if not keys:
         names = " and ".join(result.name for result in results)
@@ -367,25 +396,49 @@ def compare(results: Sequence[EvaluationResult]) -> Comparison:
     )
 
 
+EVENTS_IN_TERMINAL = re.compile("csi|brier|fss_.*")
+
+
+def compared_metric(name: str) -> Metric:
+    """Return the metric of a score, also of one of events."""
+    if name in METRICS:
+        return METRICS[name]
+    score = event_score(name)
+    return Metric(
+        name,
+        score.label,
+        f"{score.label} of events",
+        f"Of events, {score.explanation}.",
+        score.better,
+        unit=no_unit,
+        in_terminal=EVENTS_IN_TERMINAL.fullmatch(name) is not None,
+    )
+
+
 Tests = Mapping[tuple[int, str], Mapping[Place, Significance]]  # by index of the result and score
 
 
 def _test_differences(results: Sequence[EvaluationResult], scores: set[str]) -> Tests:
     """Test the differences of all results from the first, of scores that rank forecasts."""
-    first = results[0].by_date
-    return {
+    first, events = results[0].by_date, results[0].events
+    tests = {
         (index, score): compare_by_date(other.by_date, first, score)
         for index, other in enumerate(results)
         if index and first is not None and other.by_date is not None
-        for score in scores
+        for score in scores & {*METRICS}
         if METRICS[score].better.ranks_sources
     }
+    for index, other in enumerate(results):
+        if index and events is not None and other.events is not None:
+            by_score = compare_events_by_date(other.events, events)
+            tests |= {(index, score): found for score, found in by_score.items()}
+    return tests
 
 
 def _compare_score(
     key: ScoreKey, results: Sequence[EvaluationResult], tests: Tests
 ) -> ComparisonRow:
-    metric = METRICS[key.score]
+    metric = compared_metric(key.score)
     by_result = [result.scores[key] for result in results]
     values = tuple(sources[FORECAST] for sources in by_result)
     # A bias of -2 is larger than one of 1, not smaller.
@@ -492,7 +545,7 @@ def comparison_page(comparison: Comparison) -> str:
         tests=significance_tables(comparison),
         scores=[
             ComparedMetric(
-                METRICS[score],
+                compared_metric(score),
                 draw_or_warn(score, curves_image, comparison, score),
                 describe_wins(comparison, score),
                 rows_for_table(comparison, score),
@@ -531,7 +584,7 @@ def significance_tables(comparison: Comparison) -> list[SignificanceTable]:
     tables = []
     first, *others = comparison.names
     regions = list(dict.fromkeys(row.key.region for row in comparison.rows))
-    scores = [score for score in comparison.scores if METRICS[score].in_terminal]
+    scores = [score for score in comparison.scores if compared_metric(score).in_terminal]
     for index, name in enumerate(others, start=1):
         for region in regions:
             for score in scores:
@@ -539,7 +592,7 @@ def significance_tables(comparison: Comparison) -> list[SignificanceTable]:
                 rows = [r for r in rows if r.key.region == region and r.significance[index]]
                 if rows:
                     where = "" if region == GLOBAL else f", {region}"
-                    caption = f"{METRICS[score].label}: {name} against {first}{where}"
+                    caption = f"{compared_metric(score).label}: {name} against {first}{where}"
                     tables.append(significance_table(rows, index, caption))
     return tables
 
@@ -567,7 +620,7 @@ def difference_sign(row: ComparisonRow | None, index: int) -> Triangle:
     test = None if row is None else row.significance[index]
     if row is None or test is None:
         return triangle(0, 1, "not tested")
-    smaller_is_better = METRICS[row.key.score].better is Better.SMALLER
+    smaller_is_better = compared_metric(row.key.score).better is Better.SMALLER
     numbers = f"p = {test.p:.2g}, {test.independent:.0f} independent cases"
     title = f"{format_percent(row.percent[index])}, {numbers}"
     # Of the common initial times, not of all that each forecast has.
@@ -626,8 +679,8 @@ def curves_image(comparison: Comparison, score: str) -> str:
             values = [first.scores[row.key].get(source, np.nan) for row in by_lead]
             if np.isfinite(values).any():
                 axes.plot(leads, values, label=source, **{**SOURCE_LINES[source], "linewidth": 1.0})
-        axes.set_title(title_text(panel_name(METRICS[score], channel).replace("_", " ")))
+        axes.set_title(title_text(panel_name(compared_metric(score), channel).replace("_", " ")))
         axes.yaxis.set_major_formatter(NUMBER)
-        axes.set_ylabel(with_unit(METRICS[score].label, by_lead[0].unit))
+        axes.set_ylabel(with_unit(compared_metric(score).label, by_lead[0].unit))
     add_legend(figure, axes_of)
     return figure_data_uri(figure, "svg")

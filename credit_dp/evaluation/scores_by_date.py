@@ -21,6 +21,7 @@ import xarray as xr
 
 from credit_dp.data.grid import GLOBAL
 from credit_dp.evaluation.events import SOURCES as EVENT_SOURCES
+from credit_dp.evaluation.events import event_score, event_scores
 from credit_dp.evaluation.metric_table import FORECAST, METRICS, SOURCES, TRUTH
 from credit_dp.evaluation.scorecard import Array, Scorecard
 
@@ -137,6 +138,38 @@ def read_scores_by_date(folder: Path, names: Collection[str]) -> xr.Dataset | No
     return ordered
 
 
+def read_events_by_date(folder: Path) -> xr.Dataset | None:
+    """Read the counts of events from a folder; None if it has none.
+
+    Raises:
+        ValueError: it is damaged, as all that zarr and xarray raise for it may be.
+    """
+    if not (folder / NAME).is_dir():
+        return None
+    with xr.open_zarr(folder / NAME, decode_timedelta=True, consolidated=True) as scores:
+        if COUNTS not in scores:
+            return None
+        names = [name for name in (COUNTS, FRACTIONS) if name in scores]
+        found: xr.Dataset = scores[names].sel(source=[*EVENT_SOURCES]).load()
+    if any(array.isnull().any() for array in found.data_vars.values()):
+        raise ValueError("it lacks counts of events")
+    return found.sortby("time")
+
+
+def scores_from_counts(sums: xr.Dataset) -> xr.Dataset:
+    """Return the scores of events, a variable for each, from counts that were added up."""
+    counts = sums[COUNTS].transpose(..., "members", "observed")
+    dims = counts.dims[:-2]
+    distances: list[float] = []
+    fractions = np.zeros((*counts.shape[:-2], 0, 2))
+    if FRACTIONS in sums:
+        distances = sums["distance"].values.tolist()
+        fractions = sums[FRACTIONS].transpose(*dims, "distance", "term").values
+    scores = event_scores(counts.values, fractions, distances)
+    coordinates = {dim: counts[dim].values for dim in dims}
+    return xr.Dataset({name: (dims, x) for name, x in scores.items()}, coordinates)
+
+
 class PairedTest(NamedTuple):
     """The test of a mean difference; arrays have the shape of the series without their times.
 
@@ -244,7 +277,7 @@ class Significance(NamedTuple):
     independent: float
 
 
-Place = tuple[str, int, str]  # region, lead time in hours and channel
+Place = tuple[str, int, str]  # region, lead time in hours and channel, or channel and event
 
 
 def compare_by_date(other: xr.Dataset, first: xr.Dataset, score: str) -> dict[Place, Significance]:
@@ -272,3 +305,37 @@ def compare_by_date(other: xr.Dataset, first: xr.Dataset, score: str) -> dict[Pl
             np.isfinite(test.p) & (test.independent >= MIN_INDEPENDENT)
         ).tolist()
     }
+
+
+def compare_events_by_date(
+    other: xr.Dataset, first: xr.Dataset
+) -> dict[str, dict[Place, Significance]]:
+    """Test where scores of events of two forecasts differ, as `compare_by_date`, by score."""
+    times = other.get_index("time").intersection(first.get_index("time"))
+    if len(times) < MIN_TIMES:
+        return {}
+    one, two = (jackknife_series(x.sel(time=times, source=FORECAST)) for x in (other, first))
+    return {
+        str(name): compare_by_date(one, two, str(name))
+        for name in one
+        if event_score(str(name)).better.ranks_sources
+    }
+
+
+def jackknife_series(counts: xr.Dataset) -> xr.Dataset:
+    """Return a series of each score of events that has the score of all dates as its mean.
+
+    The score of a sum of counts is no mean of scores by date. The value of a date is the score plus
+    the effect of the date, times the number of the other dates: how much the score without this
+    date is below the mean of all such scores. The mean of these values has the error of the score.
+    For the Brier score they are the scores of the dates. A score that is undefined without one of
+    the dates is NaN at all of them.
+
+    Source: Efron & Tibshirani 1993, "An introduction to the bootstrap", chapter 11.
+    """
+    total = counts.sum("time")
+    without = scores_from_counts(total - counts)
+    effects = without.mean("time", skipna=False) - without
+    series = scores_from_counts(total) + (counts.sizes["time"] - 1) * effects
+    ordered = series.transpose("time", "region", "prediction_timedelta", "event")
+    return ordered.rename(event="channel")

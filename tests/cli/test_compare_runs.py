@@ -197,8 +197,14 @@ def test_a_figure_that_fails_costs_only_itself(
     assert "z_500" in page
 
 
-def add_dates(folder: Path, rmse: float, seed: int) -> None:
-    """Add squared errors by date to a scorecard, with noise that both forecasts have."""
+EVENT = "z_500 >5"
+
+
+def add_dates(folder: Path, rmse: float, seed: int, hits: float | None = None) -> np.ndarray:
+    """Add squared errors by date to a scorecard, with noise that both forecasts have.
+
+    With `hits` there are also counts of an event, `(T, 2, 2)`, which are returned.
+    """
     count = 40
     noise = np.random.default_rng(0).normal(size=count) + np.random.default_rng(seed).normal(
         scale=0.1, size=count
@@ -206,14 +212,22 @@ def add_dates(folder: Path, rmse: float, seed: int) -> None:
     dims = ("region", "source", "time", "prediction_timedelta", "channel")
     coords = {
         "region": ["global"],
-        "source": ["forecast"],
+        "source": ["forecast", "persistence"],
         "time": np.datetime64("2001-01-01", "ns") + np.arange(count) * np.timedelta64(1, "D"),
         "prediction_timedelta": np.array([24], "m8[h]").astype("m8[ns]"),
         "channel": ["z_500"],
     }
-    squares = (rmse + noise)[None, None, :, None, None] ** 2
+    squares = np.full((1, 2, count, 1, 1), 300.0**2)
+    squares[0, 0, :, 0, 0] = (rmse + noise) ** 2
     data = xr.Dataset({"rmse": (dims, squares)}, coords)
+    counts = 0.1 + np.random.default_rng(seed).random((1, 2, count, 1, 1, 2, 2))
+    if hits is not None:
+        counts[:, 0, ..., 1, 1] += hits
+        counts[:, 1] = 1.0  # persistence
+        data["event_counts"] = (*dims[:-1], "event", "members", "observed"), counts
+        data = data.assign_coords(event=[EVENT], event_channel=("event", ["z_500"]))
     data.to_zarr(folder / "scores_by_date.zarr", zarr_format=2)
+    return counts[0, 0, :, 0, 0]
 
 
 def test_differences_by_more_than_chance_have_triangles(tmp_path, monkeypatch):
@@ -250,3 +264,33 @@ def test_damaged_scores_by_date_are_one_line(tmp_path):
         shutil.move(store / name, tmp_path / "part")
         assert_refused(said, "compare")
         shutil.move(tmp_path / "part", store / name)
+
+
+def test_events_are_compared_and_tested(tmp_path, monkeypatch):
+    folders = [card(tmp_path, name, rmse=(10.0, 300.0)) for name in "abc"]
+    settings = zip(folders, (1, 2, 1), (3.0, 9.0, 3.0), strict=True)
+    counts = [add_dates(each, 10.0, seed, hits) for each, seed, hits in settings]
+    code, said, complaints = compare(monkeypatch, *folders, f"out={tmp_path / 'all'}")
+    assert (code, complaints) == (0, "")
+    rows = list(csv.DictReader((tmp_path / "all/comparison.csv").read_text().splitlines()))
+    rows = {row["score"]: row for row in rows if row["channel"] == EVENT}
+    assert {"csi", "sedi", "frequency_bias"} <= {*rows}
+    assert "brier" not in rows  # of ensembles
+    csi = [x[:, 1, 1].sum() / (x.sum() - x[:, 0, 0].sum()) for x in counts]
+    for name, expected in zip("abc", csi, strict=True):
+        assert float(rows["csi"][name]) == pytest.approx(expected, rel=1e-12)
+    assert float(rows["csi"]["b p"]) < 1e-6
+    assert rows["csi"]["better"] == rows["sedi"]["better"] == "b"
+    assert rows["frequency_bias"]["b p"] == ""
+    # A forecast differs in nothing from itself.
+    assert {rows[name]["c p"] for name in ("csi", "ets", "sedi", "hit_rate")} == {"1.0"}
+    assert re.search(rf"^{EVENT} +1 +24 +0\.\d+ +0\.\d+ ", said, re.MULTILINE)
+    assert "not comparable" not in said
+    page = (tmp_path / "all/comparison.html").read_text()
+    assert "<caption>CSI: b against a" in page
+    assert "z_500 &gt;5" in page
+    assert "could not be drawn" not in page
+    (folders[2] / "scores_by_date.zarr/event_counts/0.0.0.0.0.0.0").unlink()
+    assert_refused({" ".join(map(str, folders)): "scores_by_date.zarr: can't be read"}, "compare")
+    shutil.rmtree(folders[2] / "scores_by_date.zarr")
+    assert "left out: c has no z_500 >5" in compare(monkeypatch, *folders)[1]

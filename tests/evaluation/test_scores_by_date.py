@@ -14,6 +14,8 @@ from credit_dp.evaluation.metric_table import METRICS, Extent
 from credit_dp.evaluation.scorecard import Scorecard
 from credit_dp.evaluation.scores_by_date import (
     compare_by_date,
+    compare_events_by_date,
+    jackknife_series,
     paired_test,
     read_scores_by_date,
     scores_by_date,
@@ -196,3 +198,85 @@ def test_forecasts_are_compared_at_their_common_dates() -> None:
     # Of one season there are too few independent cases.
     slow = with_dates(10 + np.sin(np.arange(60) / 20))
     assert compare_by_date(slow, with_dates(np.full(60, 10.0)), "rmse") == {}
+
+
+def with_counts(counts: np.ndarray, fractions: np.ndarray | None = None) -> xr.Dataset:
+    """Counts of events, `(T, E, M + 1, 2)`, of one region and lead time, as they are read."""
+    lead = np.array([24], "m8[h]").astype("m8[ns]")
+    dims = ("region", "source", "prediction_timedelta", "time", "event")
+    coords = {
+        "region": ["global"],
+        "source": ["forecast"],
+        "prediction_timedelta": lead,
+        "time": np.datetime64("2001-01-01", "ns") + np.arange(len(counts)) * np.timedelta64(1, "D"),
+        "event": [f"t2m >{number}" for number in range(counts.shape[1])],
+    }
+    found = {"event_counts": ((*dims, "members", "observed"), counts[None, None, None])}
+    if fractions is not None:
+        found["event_fractions"] = ((*dims, "distance", "term"), fractions[None, None, None])
+        coords |= {"distance": [50.0], "term": ["errors", "squares"]}
+    return xr.Dataset(found, coords)
+
+
+def forecasts_of_events(seeds: tuple[int, int], skill: float = 0.0) -> xr.Dataset:
+    """Counts of 1000 forecasts on 120 dates, whose event and skill vary slowly."""
+
+    def share(mean: float, seed: int) -> np.ndarray:
+        noise = np.random.default_rng(seed).normal(size=(150, 1000))
+        for step in range(1, len(noise)):
+            noise[step] = 0.5 * noise[step - 1] + noise[step]
+        return 1 / (1 + np.exp(-mean - noise[30:]))
+
+    occurs, hit, false = share(-3, 0), share(skill, seeds[0]), share(-4 - skill, seeds[1])
+    yes = [(1 - occurs) * false, occurs * hit]
+    no = [(1 - occurs) * (1 - false), occurs * (1 - hit)]
+    return with_counts(np.stack([np.stack(no, -1), np.stack(yes, -1)], -2))
+
+
+def test_scores_of_events_have_the_error_of_a_ratio_of_sums() -> None:
+    first, other = forecasts_of_events((1, 2)), forecasts_of_events((3, 4))
+    tests = compare_events_by_date(other, first)
+    assert {"csi", "ets", "sedi", "hit_rate"} <= {*tests}
+    assert "frequency_bias" not in tests  # neither smaller nor larger is better
+    one, two = (x["event_counts"].sum("time").values[0, 0, 0] for x in (other, first))
+    csi = [x[:, 1, 1] / (x.sum(axis=(1, 2)) - x[:, 0, 0]) for x in (one, two)]
+    difference = csi[0] - csi[1]
+    found = [tests["csi"]["global", 24, f"t2m >{number}"].difference for number in range(1000)]
+    np.testing.assert_allclose(found, difference, rtol=1e-9, atol=1e-12)
+    series = jackknife_series(other.sel(source="forecast"))["csi"]
+    series = series - jackknife_series(first.sel(source="forecast"))["csi"]
+    error = paired_test(series.values).error
+    assert np.median(error) == pytest.approx(difference.std(), rel=0.1)
+    for name, by_place in tests.items():
+        rejected = 100 * np.mean([test.p < 0.05 for test in by_place.values()])
+        assert 3 < rejected < 8, (name, rejected)
+    better = compare_events_by_date(forecasts_of_events((3, 4), skill=1), first)
+    for name, sign in {"csi": 1, "sedi": 1, "false_alarm_ratio": -1}.items():
+        assert all(sign * test.difference > 0 for test in better[name].values()), name
+        assert np.mean([test.p < 0.05 for test in better[name].values()]) > 0.9, name
+    itself = compare_events_by_date(first, first)
+    assert all(test.p == 1 for by_place in itself.values() for test in by_place.values())
+    assert compare_events_by_date(other, first.isel(time=slice(29))) == {}
+
+
+def test_the_series_of_a_mean_over_dates_is_that_of_the_dates() -> None:
+    random = np.random.default_rng(7)
+    counts = random.random((40, 3, 5, 2))
+    counts /= counts.sum(axis=(2, 3), keepdims=True)
+    fractions = random.random((40, 3, 1, 2))
+    fractions[..., 1] = 2.0
+    series = jackknife_series(with_counts(counts, fractions).sel(source="forecast"))
+    squares = (np.linspace(0, 1, 5)[:, None] - [0, 1]) ** 2
+    brier = (counts * squares).sum(axis=(2, 3))
+    np.testing.assert_allclose(series["brier"].values[:, 0, 0], brier, rtol=1e-10)
+    fss = 1 - fractions[..., 0, 0] / 2
+    np.testing.assert_allclose(series["fss_50km"].values[:, 0, 0], fss, rtol=1e-10)
+
+
+def test_events_that_hang_on_one_date_are_not_tested() -> None:
+    counts = np.zeros((40, 1, 2, 2))
+    counts[:, 0, 0, 0] = 1
+    counts[3, 0] = [[0.5, 0.1], [0.2, 0.2]]
+    series = jackknife_series(with_counts(counts).sel(source="forecast"))
+    assert series["csi"].isnull().all()
+    assert compare_events_by_date(with_counts(counts), with_counts(counts))["csi"] == {}

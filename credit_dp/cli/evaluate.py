@@ -66,11 +66,12 @@ If it is killed, the same command continues where it stopped.
 
 Observations are in netCDF or zarr, with the dims time and station and the latitudes and longitudes
 of the stations, or in CSV with the columns station, time, latitude, longitude and one of numbers
-for each variable, like t2m or 't2m [degC]', or as in the archive of ASOS. FILE may also be a folder
-of ISD-Lite, with isd-history.csv in it. Forecasts without levels are interpolated. FOLDER gets
-stations.html, a page with maps of errors, scores.csv, stations.csv with the scores of each station,
-hours.csv with those of each hour of the day and, of ensembles, rank_histograms.csv. Of the keys
-below, those down to weights and dates, hours, variables, regions, masked and limits have an effect.
+for each variable, like t2m, 't2m [degC]' or on a level temperature_500, or as in the archive of
+ASOS. FILE may also be a folder of ISD-Lite, with isd-history.csv in it, or of radiosondes in IGRA's
+format. Forecasts are interpolated. FOLDER gets stations.html, a page with maps of errors,
+scores.csv, stations.csv with the scores of each station, hours.csv with those of each hour of the
+day and, of ensembles, rank_histograms.csv. Of the keys below, those down to weights and dates,
+hours, variables, levels, regions, masked and limits have an effect.
 
   missing=[-9999,M]          values that mean missing at stations, beside what is empty
   tolerance=15min            time from a date of the forecast up to which the nearest observation of
@@ -138,7 +139,7 @@ EVALUATE_KEYS: Mapping[str, Any] = {
 # With stations= there are no fields to compare with.
 KEYS_OF_FIELDS = (
     *("truth", "grid", "regrid", "climatology", "climatology_dates"),
-    *("levels", "boundary", "events", "fss"),
+    *("boundary", "events", "fss"),
 )
 KEYS_OF_STATIONS = ("missing", "tolerance", "interpolate", "orography", "lapse_rate", "weights")
 # Of columns in the terminal, after the score's name.

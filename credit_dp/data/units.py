@@ -264,6 +264,7 @@ CONVERSIONS: dict[tuple[str, str], tuple[float, float]] = {
     ("degF", "K"): (5 / 9, 273.15 - 32 * 5 / 9),
     ("gpm", "m2 s-2"): (GRAVITY, 0.0),
     ("m", "m2 s-2"): (GRAVITY, 0.0),
+    ("gpm", "m"): (1.0, 0.0),
     ("dam", "m2 s-2"): (10 * GRAVITY, 0.0),
     ("J kg-1", "m2 s-2"): (1.0, 0.0),
     ("g kg-1", "1"): (1e-3, 0.0),

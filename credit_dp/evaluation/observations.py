@@ -1,14 +1,15 @@
-"""Read observations at stations, from netCDF, zarr, CSV or ISD-Lite, as one row for each report.
+"""Read observations at stations, from netCDF, zarr, CSV or archives, as one row for each report.
 
 Stations may report at times of their own, or move: memory grows with the number of reports, not
 with that of all times at all places.
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import compress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
@@ -26,9 +27,12 @@ from credit_dp.evaluation.alignment import translate_error_keys
 from credit_dp.evaluation.station_formats import (
     ASOS,
     ASOS_MISSING,
+    Archive,
     as_variables,
     asos_reports,
     holds_isd_lite,
+    igra_files,
+    read_igra,
     read_isd_lite,
 )
 
@@ -83,7 +87,7 @@ class Observations:
 
     @classmethod
     def open(cls, where: str, missing: Sequence[str] = ()) -> "Observations":
-        """Open observations in netCDF or zarr, a CSV file, or a folder of ISD-Lite.
+        """Open observations in netCDF or zarr, a CSV file, or a folder of ISD-Lite or IGRA.
 
         A store has variables with the dims time and station, in any order, and latitudes and
         longitudes along the dim of stations, as the CF conventions write time series; or all of
@@ -99,8 +103,12 @@ class Observations:
         if where.lower().endswith(".csv"):
             return _read_csv(where, missing)
         with translate_error_keys("stations"):
-            if not is_remote(where) and holds_isd_lite(local_path(where)):
-                return _open_isd_lite(where, missing)
+            if not is_remote(where):
+                path = local_path(where)
+                if holds_isd_lite(path):
+                    return _read_archive(where, missing, "ISD-Lite", read_isd_lite)
+                if igra_files(path):
+                    return _read_archive(where, missing, "IGRA", read_igra)
             opened = open_netcdf(where)[0] if is_netcdf(where) else open_zarr_dataset(where)[0]
             with opened:  # or it is closed with the garbage, while other threads use HDF5
                 try:
@@ -347,12 +355,14 @@ def _read_csv(where: str, missing: Sequence[str]) -> Observations:
     return replace(read, notes=notes)
 
 
-def _open_isd_lite(where: str, missing: Sequence[str]) -> Observations:
+def _read_archive(
+    where: str, missing: Sequence[str], name: str, reader: Callable[[Path], Archive]
+) -> Observations:
     if missing:
         raise UserError(
-            "missing: has no effect on ISD-Lite, whose missing values are -9999. Leave it out."
+            f"missing: has no effect on {name}, whose missing values are known. Leave it out."
         )
-    read = read_isd_lite(local_path(where))
+    read = reader(local_path(where))
     found = _from_rows(where, STANDARD, read.times, read.table, read.units)
     return replace(found, notes=read.notes)
 

@@ -1,12 +1,15 @@
-"""What archives of station reports call their variables: ISD-Lite, and ASOS of Iowa's Mesonet.
+"""Archives of station reports as they are: ISD-Lite, IGRA's radiosondes, ASOS of Iowa's Mesonet.
 
 Sources: NOAA, "ISD-Lite format documentation", 2006, and the station list `isd-history.csv`
-beside it; Iowa Environmental Mesonet, "ASOS-AWOS-METAR data download".
+beside it; NOAA, "IGRA v2.2 Format Description: Sounding Data", 2023; Iowa Environmental Mesonet,
+"ASOS-AWOS-METAR data download".
 """
 
 import re
+import zipfile
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import compress
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, final
 
@@ -23,6 +26,7 @@ if TYPE_CHECKING:
 Values = NDArray[np.float64]
 Variables = tuple[dict[str, Values], dict[str, str]]  # values and units by name
 SPEED, DIRECTION = "10m_wind_speed", "wind_from_direction"
+SPEED_ON_LEVEL = "wind_speed"
 HOUR_OF_RAIN = "total_precipitation_1hr"
 
 
@@ -63,6 +67,27 @@ ISD_MISSING, ISD_TRACE = -9999, -1
 ISD_HISTORY = "isd-history.csv"
 HISTORY_COLUMNS = ("USAF", "WBAN", "LAT", "LON", "ELEV(M)")
 ISD_FILE = re.compile(r"([A-Z0-9]{6}-\d{5})-\d{4}(?:\.gz)?")
+# By IGRA's names of columns.
+IGRA: Mapping[str, Quantity] = {
+    "GPH": Quantity("geopotential", "m"),
+    "TEMP": Quantity("temperature", "degC", 0.1),
+    "RH": Quantity("relative_humidity", "%", 0.1),
+    "WDIR": Quantity(DIRECTION, "degree"),
+    "WSPD": Quantity(SPEED_ON_LEVEL, "m s-1", 0.1),
+}
+# Where they are in a line: from a character up to, but not including, another; pressure is in Pa.
+IGRA_LEVEL = {
+    **{"PRESS": slice(9, 15), "GPH": slice(16, 21), "TEMP": slice(22, 27), "RH": slice(28, 33)},
+    **{"WDIR": slice(40, 45), "WSPD": slice(46, 51)},
+}
+IGRA_DATE = {"year": slice(13, 17), "month": slice(18, 20), "day": slice(21, 23)}
+IGRA_HEADER = {**IGRA_DATE, "hour": slice(24, 26), "LAT": slice(55, 62), "LON": slice(63, 71)}
+IGRA_STATION = slice(1, 12)
+HEADER, STANDARD_LEVEL = b"#", b"1"  # how lines begin
+IGRA_MISSING = (-9999, -8888)  # the latter was removed by IGRA's checks
+SOUNDING = ("station", "latitude", "longitude", "time")
+PASCALS = 100  # in hPa
+IGRA_FILE = re.compile(r"[A-Z]{2}[A-Z0-9]{9}-data(?:-beg\d{4})?\.txt(?:\.zip)?")
 
 
 def as_variables(columns: Mapping[str, Values], quantities: Mapping[str, Quantity]) -> Variables:
@@ -75,13 +100,16 @@ def as_variables(columns: Mapping[str, Values], quantities: Mapping[str, Quantit
         name, unit, scale = quantities[column]
         if name:
             values[name], units[name] = numbers * scale, unit
-    direction, speed = values.pop(DIRECTION, None), values.get(SPEED)
+    direction = values.pop(DIRECTION, None)
     units.pop(DIRECTION, None)
-    if direction is not None and speed is not None:
+    speed_name = next((name for name in (SPEED, SPEED_ON_LEVEL) if name in values), None)
+    if direction is not None and speed_name is not None:
+        speed = values[speed_name]
+        height = speed_name.removesuffix(SPEED_ON_LEVEL)
         towards = np.deg2rad(np.where(speed == 0, 0.0, direction)) + np.pi
         for name, share in (("u", np.sin(towards)), ("v", np.cos(towards))):
-            values[f"10m_{name}_component_of_wind"] = speed * share
-            units[f"10m_{name}_component_of_wind"] = units[SPEED]
+            values[f"{height}{name}_component_of_wind"] = speed * share
+            units[f"{height}{name}_component_of_wind"] = units[speed_name]
     return values, units
 
 
@@ -107,9 +135,15 @@ def holds_isd_lite(folder: Path) -> bool:
     return folder.is_dir() and any(ISD_FILE.fullmatch(path.name) for path in folder.iterdir())
 
 
+def igra_files(path: Path) -> list[Path]:
+    """Return the files of IGRA in a folder, or the path itself if it is one."""
+    paths = sorted(path.iterdir()) if path.is_dir() else [path]
+    return [path for path in paths if IGRA_FILE.fullmatch(path.name)]
+
+
 @final
-class IsdLite(NamedTuple):
-    """The reports in a folder of ISD-Lite.
+class Archive(NamedTuple):
+    """The reports in a folder of an archive.
 
     Attributes:
         table: a row for each report: its station, with its place, and the variables of `units`.
@@ -122,7 +156,7 @@ class IsdLite(NamedTuple):
     notes: list[str]
 
 
-def read_isd_lite(folder: Path) -> IsdLite:
+def read_isd_lite(folder: Path) -> Archive:
     """Read all files of ISD-Lite in a folder, with the places of the stations in `ISD_HISTORY`.
 
     Raises:
@@ -147,7 +181,7 @@ def read_isd_lite(folder: Path) -> IsdLite:
     values, units = as_variables(columns, ISD_LITE)
     places = history.loc[table["station"]].reset_index(drop=True)
     placeless = len(files) - len(tables)
-    return IsdLite(
+    return Archive(
         pd.to_datetime(table[[*ISD_DATE]]).to_numpy(STANDARD.dtype),
         pd.concat([table["station"], places, pd.DataFrame(values)], axis=1),
         units,
@@ -207,3 +241,76 @@ def _read_isd_file(path: Path) -> "pd.DataFrame":
     rain = ["rain of 1 hour", "rain of 6 hours"]
     values[rain] = values[rain].replace(ISD_TRACE, 0)
     return pd.concat([table[[*ISD_DATE]], values], axis=1)[values.notna().any(axis=1)]
+
+
+def read_igra(path: Path) -> Archive:
+    """Read the standard pressure levels of soundings in a file of IGRA or a folder of them.
+
+    They are at the nominal hour. A variable on 500 hPa is called `temperature_500`. Elevations are
+    left out, as no variable on a level is corrected for them.
+
+    Raises:
+        UserError: one can't be read, or no sounding has an hour, a place and a value.
+    """
+    import pandas as pd
+
+    tables, units, left_out = zip(*map(_read_igra_file, igra_files(path)), strict=True)
+    table = pd.concat(tables, ignore_index=True)
+    if table.empty:
+        raise UserError(
+            f"{path}: needs soundings with an hour, a place and values on standard pressure "
+            "levels, but there is none. Change stations."
+        )
+    unknown = sum(left_out)
+    return Archive(
+        table.pop("time").to_numpy(STANDARD.dtype),
+        table,
+        {name: unit for each in units for name, unit in each.items()},
+        [f"{counted(unknown, 'sounding')} without an hour or a place left out"] if unknown else [],
+    )
+
+
+def _read_igra_file(path: Path) -> "tuple[pd.DataFrame, dict[str, str], int]":
+    """Return a row for each sounding, units, and how many without an hour or a place there are."""
+    import pandas as pd
+
+    try:
+        is_zip = path.suffix == ".zip"
+        with zipfile.ZipFile(path).open(path.stem) if is_zip else path.open("rb") as file:
+            lines = [line for line in file if line[:1] in (HEADER, STANDARD_LEVEL)]
+        is_header = np.array([line[:1] == HEADER for line in lines], bool)
+        headers = list(compress(lines, is_header))
+        soundings = _fixed_columns(headers, IGRA_HEADER)
+        soundings["time"] = pd.to_datetime(soundings[[*IGRA_DATE]])  # refuses dates there are not
+        soundings["time"] += pd.to_timedelta(soundings["hour"], unit="h")
+        soundings["station"] = [header[IGRA_STATION].decode() for header in headers]
+        soundings[["latitude", "longitude"]] = soundings[["LAT", "LON"]] / 1e4
+        is_known = soundings["hour"].lt(24) & soundings["latitude"].abs().le(90)
+        is_known &= soundings["longitude"].abs().le(180)
+        levels = _fixed_columns(list(compress(lines, ~is_header)), IGRA_LEVEL)
+        of_level = (is_header.cumsum() - 1)[~is_header]
+        if (of_level < 0).any():
+            raise ValueError("no header before the first level")
+        numbers = levels[[*IGRA]].astype(np.float64)
+        numbers = numbers.mask(numbers.isin(IGRA_MISSING))
+        values, units = as_variables({name: numbers[name].to_numpy() for name in IGRA}, IGRA)
+        rows = soundings[[*SOUNDING]].iloc[of_level].reset_index(drop=True)
+        rows = rows.assign(level=levels["PRESS"] // PASCALS, **values)
+        rows = rows[is_known.to_numpy()[of_level] & numbers.notna().any(axis=1)]
+        table = rows.set_index([*SOUNDING, "level"]).unstack("level")  # refuses one that is twice
+    except (OSError, ValueError, KeyError, zipfile.BadZipFile, zlib.error) as error:
+        raise UserError(
+            f"{path}: needs soundings in IGRA's format, but it can't be read "
+            f"({reason_of(error)}). Remove it, or change stations."
+        ) from error
+    table = table.dropna(axis="columns", how="all")
+    names = {f"{name}_{level}": units[name] for name, level in table.columns}
+    table = table.set_axis([*names], axis="columns").reset_index().assign(elevation=np.nan)
+    return table, names, int((~is_known).sum())
+
+
+def _fixed_columns(lines: Sequence[bytes], columns: Mapping[str, slice]) -> "pd.DataFrame":
+    import pandas as pd
+
+    texts = {name: np.array([x[part] for x in lines], bytes) for name, part in columns.items()}
+    return pd.DataFrame({name: column.astype(np.int64) for name, column in texts.items()})

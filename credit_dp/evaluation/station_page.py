@@ -11,7 +11,7 @@ from credit_dp.evaluation.map_plots import draw_error_maps
 from credit_dp.evaluation.pages import render_page
 from credit_dp.evaluation.score_folder import figure_data_uri, table_lead_indices
 from credit_dp.evaluation.score_plots import add_legend, create_panels, draw_rank_histogram
-from credit_dp.evaluation.scorecard import three_digits
+from credit_dp.evaluation.scorecard import headlines, three_digits
 from credit_dp.evaluation.station_scores import StationScores
 from credit_dp.plain_text import superscript
 
@@ -60,6 +60,7 @@ def _cell(value: float) -> str:
 def station_page(scores: StationScores) -> str:
     """Return the page as HTML text."""
     leads = table_lead_indices(scores.hours)
+    plotted = plotted_names(scores)
     return render_page(
         "stations.html",
         title=f"Scores of {scores.forecast} at stations",
@@ -70,11 +71,13 @@ def station_page(scores: StationScores) -> str:
             "Compared": scores.coverage,
         },
         notes=scores.notes,
+        plotted=len(plotted),
+        count=len(scores.sums),
         headings=HEADINGS,
         tables=station_tables(scores),
         maps=[
             (title, draw_or_warn(title, station_map_image, scores, name, lead))
-            for name in scores.sums
+            for name in plotted
             for lead in dict.fromkeys((leads[0], leads[-1]))
             if scores.of_region(name, GLOBAL)["observations"][0, lead]
             for title in [f"Errors of {name.replace('_', ' ')} at {scores.hours[lead]} h"]
@@ -86,15 +89,20 @@ def station_page(scores: StationScores) -> str:
     )
 
 
+def plotted_names(scores: StationScores) -> list[str]:
+    """Return the channels with maps and rank histograms, as in a scorecard."""
+    names = list(scores.sums)
+    return [names[index] for index in headlines(names)]
+
+
 @figure_style()
 def station_map_image(scores: StationScores, name: str, lead: int) -> str:
     """Return maps of root-mean-square and mean error at each station, as `data:` URI."""
     at_stations, seen = scores.sums[name].of_stations(), scores.observations
     rmse, bias = (at_stations[score][0, lead] for score in ("rmse", "bias"))
     places = seen.latitude, seen.longitude
-    figure = draw_error_maps(
-        scores.grid, rmse, bias, scores.units[name], variable=name, places=places
-    )
+    unit, variable = scores.units[name], scores.channels[name].variable
+    figure = draw_error_maps(scores.grid, rmse, bias, unit, variable=variable, places=places)
     return figure_data_uri(figure, "png")
 
 
@@ -104,8 +112,9 @@ def station_ranks_image(scores: StationScores) -> str:
     shown = table_lead_indices(scores.hours)
     later = [lead for lead in shown if scores.hours[lead] > 0] or shown
     leads = {f"{scores.hours[lead]} h": lead for lead in later}
-    figure, panels = create_panels(len(scores.sums), labels=[*leads])
-    for axes, name in zip(panels, scores.sums, strict=False):  # the last row may have empty ones
+    names = plotted_names(scores)
+    figure, panels = create_panels(len(names), labels=[*leads])
+    for axes, name in zip(panels, names, strict=False):  # the last row may have empty ones
         frequencies = scores.rank_frequencies(name)
         histograms = {
             label: frequencies[lead]
@@ -113,5 +122,5 @@ def station_ranks_image(scores: StationScores) -> str:
             if np.isfinite(frequencies[lead]).all()
         }
         draw_rank_histogram(axes, histograms, name, of="observation")
-    add_legend(figure, panels[: len(scores.sums)])
+    add_legend(figure, panels[: len(names)])
     return figure_data_uri(figure, "svg")

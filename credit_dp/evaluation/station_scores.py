@@ -10,15 +10,16 @@ from typing import final
 import numpy as np
 from numpy.typing import NDArray
 
+from credit_dp.data.channels import Channel
 from credit_dp.evaluation.maps import MapGrid
 from credit_dp.evaluation.metric_table import FORECAST, PERSISTENCE
 from credit_dp.evaluation.observations import Indices, Observations, Values
-from credit_dp.evaluation.scorecard import CSV_COLUMNS, RANK_COLUMNS
+from credit_dp.evaluation.scorecard import CSV_COLUMNS, RANK_COLUMNS, name_and_level
 from credit_dp.plain_text import csv_text
 
 SOURCES = (FORECAST, PERSISTENCE)
 SCORES = ("observations", "rmse", "bias", "crps")  # of stations and hours
-CASE_COLUMNS = ("variable", "unit", "lead_hours", "of")
+CASE_COLUMNS = ("variable", "level", "unit", "lead_hours", "of")
 STATION_COLUMNS = ("station", "latitude", "longitude", *CASE_COLUMNS, *SCORES)
 HOUR_COLUMNS = (*CASE_COLUMNS, "hour", "region", *SCORES)
 HOURS = 24
@@ -131,6 +132,7 @@ class StationScores:
         forecast: its address.
         grid: of the forecast, for maps.
         hours: lead times.
+        channels: by their names, as are units and sums.
         regions: names of the globe and of the regions in the request.
         notes: why others don't count, and what was assumed.
     """
@@ -140,6 +142,7 @@ class StationScores:
     observations: Observations
     members: int
     hours: Sequence[int]
+    channels: Mapping[str, Channel]
     units: Mapping[str, str]
     sums: Mapping[str, StationSums]
     regions: Sequence[str]
@@ -175,7 +178,10 @@ class StationScores:
                         continue
                     unit = "" if score == "observations" else self.units[variable]
                     rows += [
-                        (variable, "", unit, hours, score, source, _number(values[s, x]), region)
+                        (
+                            *name_and_level(self.channels[variable]),
+                            *(unit, hours, score, source, _number(values[s, x]), region),
+                        )
                         for x, hours in enumerate(self.hours)
                         for s, source in enumerate(SOURCES[: 1 if score == "spread" else 2])
                     ]
@@ -209,7 +215,7 @@ class StationScores:
     def ranks_csv(self) -> str:
         """Return the rank histograms over all stations as CSV."""
         rows = [
-            (variable, "", hours, rank, _number(frequency))
+            (*name_and_level(self.channels[variable]), hours, rank, _number(frequency))
             for variable in self.sums
             for hours, frequencies in zip(self.hours, self.rank_frequencies(variable), strict=True)
             for rank, frequency in enumerate(frequencies)
@@ -221,7 +227,8 @@ class StationScores:
     ) -> Iterator[tuple[int, tuple[object, ...], list[str]]]:
         """Yield the index in the last dim, the columns of the case and the scores, if any."""
         for s, x, index in np.argwhere(scores["observations"] > 0):
-            case = variable, self.units[variable], self.hours[x], SOURCES[s]
+            channel = name_and_level(self.channels[variable])
+            case = *channel, self.units[variable], self.hours[x], SOURCES[s]
             yield index, case, [_number(scores[name][s, x, index]) for name in SCORES]
 
 

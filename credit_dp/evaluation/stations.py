@@ -46,10 +46,12 @@ from credit_dp.evaluation.maps import MapGrid, planet_of
 from credit_dp.evaluation.observations import Observations, Values, nearest_reports
 from credit_dp.evaluation.station_scores import StationScores, StationSums
 from credit_dp.sphere import EARTH_RADIUS
-from credit_dp.variable_names import canonical_name
+from credit_dp.variable_names import UPPER_AIR_NAMES, canonical_name, long_name
 
 MAX_BYTES = 2**28  # of forecasts that are read at once
 TEMPERATURE, GROUND = "2m_temperature", "geopotential_at_surface"
+HEIGHT = "geopotential_height"
+SHOWN = 12  # names in a message
 LOWEST, HIGHEST = -500.0, 9000.0  # metres, of elevations that are no fill values
 NEIGHBOUR_KM = 75.0
 STATIONS_AT_ONCE = 1000
@@ -114,15 +116,17 @@ def score_stations(
                 f"forecast, got {tolerance / np.timedelta64(1, 'm'):g}min."
             )
         stored = nearest_reports(given, dates, tolerance)
-    pairs = _variables(request, forecast, stored)
+    observed = _observed_channels(request, forecast, stored)
+    pairs = {channel.name: other for channel, other in observed.items()}
+    variables = list(dict.fromkeys(channel.variable for channel in observed))
     for name in request.limits:
-        if name not in pairs:
+        if name not in variables:
             raise UserError(
                 f"limits.{name}: there is no scored variable {name}. "
-                f"{suggest_names(name, list(pairs))}. Change limits or variables."
+                f"{suggest_names(name, variables)}. Change limits or variables."
             )
-    _turn_winds(forecast, pairs)
-    columns = [_Column.read(request, forecast, stored, *pair) for pair in pairs.items()]
+    _turn_winds(forecast, variables)
+    columns = [_Column.read(request, forecast, stored, *pair) for pair in observed.items()]
     in_region = _covered(stored, forecast)
     observations = replace(
         stored,
@@ -145,8 +149,11 @@ def score_stations(
     is_scored = {name: np.zeros(len(observations.times), bool) for name in pairs}
     for done, column in enumerate(columns):
         name, values = column.name, observations.values[column.name]
-        for block in _blocks(forecast, name, len(inits), len(leads)):
-            fields = forecast.read(name, (), inits[block[0]], leads[block[1]])[..., 0, :, :]
+        variable, level = column.channel.variable, column.channel.level
+        levels = () if level is None else (level,)
+        for block in _blocks(forecast, variable, len(inits), len(leads)):
+            fields = forecast.read(variable, levels, inits[block[0]], leads[block[1]])
+            fields = fields[..., 0, :, :]
             for i, x in np.ndindex(fields.shape[:2]):
                 init, lead = block[0].start + i, block[1].start + x
                 time = times[init] + spans[lead]
@@ -165,7 +172,10 @@ def score_stations(
                 sums[name].add(1, lead, hour, stations, persistent[None], values[rows])
                 is_scored[name][rows] |= scored
         report("scoring", (done + 1) / len(pairs))
-        if not is_scored[name].any():
+        is_last = column is columns[-1] and not any(x.any() for x in is_scored.values())
+        # Few balloons reach the highest levels, which may be scored without any observation.
+        at_surface = _meaning(variable, level)[1] is None
+        if not is_scored[name].any() and (at_surface or is_last):
             text = forecast.calendar.text
             raise UserError(
                 f"{stored.where}: has no observation of {column.stored_name} at a time of the "
@@ -182,6 +192,7 @@ def score_stations(
         observations,
         forecast.members,
         [int(x / HOUR) for x in spans],
+        {channel.name: channel for channel in observed},
         {column.name: column.unit for column in columns},
         sums,
         regions,
@@ -367,7 +378,7 @@ def _describe_coverage(
 @final
 @dataclass(frozen=True)
 class _Column:
-    """The observations of one variable.
+    """The observations of one channel.
 
     Attributes:
         unit: of the values, that of the forecast; empty if unknown.
@@ -376,12 +387,16 @@ class _Column:
         notes: what was left out or assumed.
     """
 
-    name: str
+    channel: Channel
     stored_name: str
     unit: str
     values: Values
     limits: ValueRange | None
     notes: Sequence[str]
+
+    @property
+    def name(self) -> str:
+        return self.channel.name
 
     @classmethod
     def read(
@@ -389,11 +404,11 @@ class _Column:
         request: ScoreRequest,
         forecast: ForecastStore,
         observations: Observations,
-        name: str,
+        channel: Channel,
         other: str,
     ) -> "_Column":
         """Return the observations in the forecast's unit, without those outside the limits."""
-        stored = observations.values[other]
+        stored, name = observations.values[other], channel.variable
         unit = forecast.variables[name].units or usual_unit(name)
         scale, offset = _conversion(forecast, observations, other, unit)
         with np.errstate(over="ignore"):
@@ -405,7 +420,7 @@ class _Column:
                 if unit
                 else f"the unit of {other} is not known"
             )
-        limits = known = _limits(request, forecast, name, unit)
+        limits = known = _limits(request, forecast, channel, unit)
         if name not in request.limits and known is None:
             limits = _range_without_fill(values)
         if limits is not None and (outside := limits.outside(values)).any():
@@ -422,7 +437,7 @@ class _Column:
                 raise UserError(f"{observations.where}: {problem}. {text}")
             notes.append(f"{problem}, left out")
             values[outside] = np.nan
-        return cls(name, other, unit, values, known, notes)
+        return cls(channel, other, unit, values, known, notes)
 
     def check_forecast(
         self,
@@ -432,29 +447,30 @@ class _Column:
         init: np.intp,
         lead: np.intp,
     ) -> None:
-        name, limits = self.name, self.limits
+        name, limits = self.channel.variable, self.limits
         if name not in request.masked and not np.isfinite(members).all():
             raise UserError(
-                f"{forecast.where}: {name} has NaN or infinite values near stations. If it has "
-                f"no values at some points, such as over land, give masked=[{name}], or leave "
+                f"{forecast.where}: {self.name} has NaN or infinite values near stations. If it "
+                f"has no values at some points, such as over land, give masked=[{name}], or leave "
                 "it out of variables."
             )
         if limits is not None and is_implausible(members, limits):
             low, high = np.nanmin(members), np.nanmax(members)
             raise UserError(
-                f"{forecast.where}: {name} {forecast.describe(init, lead)} is {low:g} to {high:g} "
-                f"at stations, but its limits are {limits.low:g} to {limits.high:g}. If the values "
-                f"are right, give 'limits={{{name}:[LOW,HIGH]}}'."
+                f"{forecast.where}: {self.name} {forecast.describe(init, lead)} is {low:g} to "
+                f"{high:g} at stations, but its limits are {limits.low:g} to {limits.high:g}. If "
+                f"the values are right, give 'limits={{{name}:[LOW,HIGH]}}'."
             )
 
 
 def _limits(
-    request: ScoreRequest, forecast: ForecastStore, name: str, unit: str
+    request: ScoreRequest, forecast: ForecastStore, channel: Channel, unit: str
 ) -> ValueRange | None:
+    name = channel.variable
     if name in request.limits:
         given = request.limits[name]
         return None if given is None else ValueRange(*map(float, given))
-    known = physical_range(name, VariableInfo(True), None, unit)
+    known = physical_range(name, VariableInfo(True), channel.level, unit)
     variable = forecast.variables[name]
     if known is None or not variable.summed or forecast.span is None:
         return known
@@ -519,37 +535,70 @@ def _turn_winds(forecast: ForecastStore, names: Iterable[str]) -> None:
         forecast.turn_wind(name, to_grid=False)
 
 
-def _variables(
+def _observed_channels(
     request: ScoreRequest, forecast: ForecastStore, observations: Observations
-) -> dict[str, str]:
-    """Return the observed variable of each scored one; names of ECMWF and of ERA5 are the same."""
-    observed: dict[str, str] = {}
+) -> dict[Channel, str]:
+    """Return the observed variable of each scored channel; names of ECMWF and ERA5 are the same.
+
+    On pressure levels it is one like `temperature_500`.
+    """
+    observed: dict[tuple[str, int | None], str] = {}
     for name in observations.values:
-        first = observed.setdefault(canonical_name(name), name)
+        first = observed.setdefault(_meaning(name), name)
         if first != name:
             raise UserError(
                 f"{observations.where}: {first} and {name} are two names of one variable. Leave "
                 "one out."
             )
-    at_surface = [name for name, variable in forecast.variables.items() if not variable.levels]
+    channels = [
+        Channel(name, level)
+        for name, variable in forecast.variables.items()
+        if not (variable.levels and forecast.model_levels)
+        for level in variable.levels or (None,)
+    ]
+    pairs = {}
+    for channel in channels:
+        # Heights of levels in m are converted to geopotential, and need no names of their own.
+        is_height = HEIGHT in (channel.variable, forecast.variables[channel.variable].standard_name)
+        variable = "geopotential" if is_height else channel.variable
+        meanings = (channel.name, None), _meaning(variable, channel.level)
+        other = next((observed[x] for x in meanings if x in observed), None)
+        is_wanted = not request.variables or channel.variable in request.variables
+        is_wanted &= not request.levels or channel.level in (None, *request.levels)
+        if is_wanted and other is not None:
+            pairs[channel] = other
+    there, seen = [channel.name for channel in channels], list(observations.values)
     for name in request.variables:
-        if name not in at_surface or canonical_name(name) not in observed:
-            places = forecast.where, at_surface
-            if name in at_surface:
-                places = observations.where, list(observations.values)
+        if name not in {channel.variable for channel in pairs}:
+            place = forecast.where, {channel.variable for channel in channels}
+            place = (observations.where, {*seen}) if name in place[1] else place
             raise UserError(
-                f"{places[0]}: no {name} without levels. {suggest_names(name, places[1])}. Change "
-                "variables."
+                f"{place[0]}: no {name} at the surface or on pressure levels. "
+                f"{suggest_names(name, place[1])}. Change variables."
             )
-    names = request.variables or at_surface
-    pairs = {name: observed[x] for name in names if (x := canonical_name(name)) in observed}
+    for level in request.levels:
+        if level not in {channel.level for channel in pairs}:
+            is_there = level in {channel.level for channel in channels}
+            raise UserError(
+                f"{observations.where if is_there else forecast.where}: no scored variable on "
+                f"level {level}. The forecast has {_some(there)}. Change levels."
+            )
     if not pairs:
         raise UserError(
-            f"{observations.where}: none of its variables {', '.join(observations.values)} is "
-            f"among the forecast's without levels: {', '.join(at_surface) or 'none'}. Rename the "
-            "variables, or change stations."
+            f"{observations.where}: none of its variables {_some(seen)} is among the forecast's "
+            f"at the surface or on pressure levels: {_some(there)}. Rename the variables, or "
+            "change stations."
         )
     return pairs
+
+
+def _meaning(name: str, level: int | None = None) -> tuple[str, int | None]:
+    long, level = long_name(name, level)
+    return UPPER_AIR_NAMES.get(long, long), level
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join([*names[:SHOWN], *["..."] * (len(names) > SHOWN)]) or "none"
 
 
 def _conversion(

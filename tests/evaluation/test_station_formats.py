@@ -1,6 +1,7 @@
 """Archives of station reports, read as they are; the expected values are computed by hand."""
 
 import gzip
+import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -139,6 +140,103 @@ def test_folders_of_isd_lite_that_are_refused(tmp_path: Path) -> None:
         assert name in str(caught.value), (name, text)
     with pytest.raises(UserError, match="missing: has no effect on ISD-Lite"):
         Observations.open(str(folder), ["-9999"])
+
+
+# A radiosonde's two soundings and a ship's one, with three lines each.
+PITTSBURGH = """\
+#USM00072520 2000 01 02 12 1105    3 ncdc-nws ncdc-gts  405317  -802172
+21  0000  97900A  360   -22B  735   200   200    31
+10  0312  92500   812B  -60B  650    55   225    77
+10  1820  50000B 5520B -233B-9999   150   270   205
+#USM00072520 2000 01 03 00 9999    3 ncdc-gts ncdc-gts  405317  -802172
+10 -9999  92500   799B-8888   640    50     0     0
+20 -9999  40000  7123B -380B  100    90   250   300
+10 -9999  50000 -9999 -9999 -9999 -9999   360    51
+"""
+SHIP = """\
+#ZZV000EHOA7 2000 01 02 12 9999    3 ncdc-gts           -10500  1799000
+10 -9999   7000 18500  -610 -9999 -9999 -9999    90
+10 -9999   2000 -8888 -9999 -9999 -9999 -9999 -9999
+30 -9999  -9999  5000 -9999 -9999 -9999    90    50
+#ZZV000EHOA7 2000 01 02 99 9999    1 ncdc-gts           -10500  1799000
+10 -9999  50000  5500B -100B-9999 -9999 -9999 -9999
+#ZZV000EHOA7 2000 01 03 12 9999    1 ncdc-gts          -998888 -9998888
+10 -9999  50000  5500B -100B-9999 -9999 -9999 -9999
+"""
+
+
+def test_soundings_of_igra_are_read_as_they_are(tmp_path: Path) -> None:
+    folder = tmp_path / "igra"
+    folder.mkdir()
+    (folder / "USM00072520-data.txt").write_text(PITTSBURGH)
+    with zipfile.ZipFile(folder / "ZZV000EHOA7-data-beg2000.txt.zip", "w") as zipped:
+        zipped.writestr("ZZV000EHOA7-data-beg2000.txt", SHIP)
+    (folder / "igra2-station-list.txt").write_text("not a sounding")
+    seen = Observations.open(str(folder))
+    assert seen.names == ["USM00072520", "ZZV000EHOA7"]
+    assert seen.latitude.tolist() == [40.5317, -1.05]
+    assert seen.longitude.tolist() == [-80.2172, 179.9]
+    assert np.isnan(seen.elevation).all()
+    assert seen.notes == ["2 soundings without an hour or a place left out"]
+    assert [str(time)[:13] for time in seen.times] == ["2000-01-02T12"] * 2 + ["2000-01-03T00"]
+    assert seen.station.tolist() == [0, 1, 0]
+    nan = np.nan
+    # Not those on 979, 400 and 20 hPa: no standard levels, or without a value.
+    expected = {
+        "geopotential_925": ("m", [812, nan, 799]),
+        "geopotential_500": ("m", [5520, nan, nan]),
+        "geopotential_70": ("m", [nan, 18500, nan]),
+        "temperature_925": ("degC", [-6, nan, nan]),
+        "temperature_500": ("degC", [-23.3, nan, nan]),
+        "temperature_70": ("degC", [nan, -61, nan]),
+        "relative_humidity_925": ("%", [65, nan, 64]),
+        "wind_speed_925": ("m s-1", [7.7, nan, 0]),
+        "wind_speed_500": ("m s-1", [20.5, nan, 5.1]),
+        "wind_speed_70": ("m s-1", [nan, 9, nan]),
+        # From the south-west and a calm, from the west and from the north.
+        "u_component_of_wind_925": ("m s-1", [7.7 / 2**0.5, nan, 0]),
+        "v_component_of_wind_925": ("m s-1", [7.7 / 2**0.5, nan, 0]),
+        "u_component_of_wind_500": ("m s-1", [20.5, nan, 0]),
+        "v_component_of_wind_500": ("m s-1", [0, nan, -5.1]),
+    }
+    assert {*seen.values} == {*expected}
+    for name, (unit, values) in expected.items():
+        assert seen.units[name] == unit
+        np.testing.assert_allclose(seen.values[name], values, atol=1e-12, err_msg=name)
+    one = Observations.open(str(folder / "USM00072520-data.txt"))
+    assert one.names == ["USM00072520"]
+    np.testing.assert_array_equal(one.values["geopotential_500"], [5520, nan])
+
+
+def test_soundings_of_igra_that_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "USM00072520-data.txt"
+    unfit = "USM00072520-data.txt: needs soundings in IGRA's format, but it can't be read ("
+    none = "needs soundings with an hour, a place and values on standard pressure levels"
+    for text, said in (
+        ("hello\n", none),
+        (PITTSBURGH.replace(" 02 12", " 02 99").replace(" 03 00", " 03 99"), none),
+        (PITTSBURGH.replace("\n10", "\n20"), none),
+        (PITTSBURGH[72:], f"{unfit}no header before the first level"),
+        (PITTSBURGH.replace("01 02", "02 30"), unfit),
+        (PITTSBURGH.replace("812", "8I2"), unfit),
+        (PITTSBURGH[:-30], unfit),
+        (PITTSBURGH * 2, unfit),
+    ):
+        path.write_text(text)
+        with pytest.raises(UserError) as caught:
+            Observations.open(str(tmp_path))
+        assert said in str(caught.value), text
+        assert "\n" not in str(caught.value), text
+    (tmp_path / "USM00072520-data-beg2000.txt.zip").write_text(PITTSBURGH)
+    with pytest.raises(UserError, match=r"\.txt\.zip: needs .* \(File is not a zip file\)"):
+        Observations.open(str(tmp_path))
+    with pytest.raises(UserError, match="missing: has no effect on IGRA"):
+        Observations.open(str(path), ["-9999"])
+    (tmp_path / "USM00072520-data-beg2000.txt.zip").unlink()
+    for name in (path.name, "USM00072520-data-beg2000.txt"):
+        (tmp_path / name).write_text(PITTSBURGH)
+    with pytest.raises(UserError, match="station USM00072520 has 2000-01-02T12:00 twice"):
+        Observations.open(str(tmp_path))
 
 
 def test_elevations_of_csv_and_netcdf(tmp_path: Path) -> None:

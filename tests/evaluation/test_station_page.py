@@ -1,11 +1,13 @@
 """The page of scores at stations, and its maps."""
 
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from credit_dp.data.calendar import STANDARD
+from credit_dp.data.channels import Channel
 from credit_dp.data.grid import Grid
 from credit_dp.evaluation.figure_style import figure_style
 from credit_dp.evaluation.map_plots import draw_error_maps
@@ -80,7 +82,8 @@ def scores(members: int) -> StationScores:
         units={"2m_temperature": "K"},
     )
     return StationScores(
-        "made.zarr", GLOBE, observed, members, [12, 36], {"2m_temperature": "K"},
+        "made.zarr", GLOBE, observed, members, [12, 36],
+        {"2m_temperature": Channel("2m_temperature")}, {"2m_temperature": "K"},
         {"2m_temperature": sums}, ["global"], "2 of 3 stations count", ["<none> & all"],
     )  # fmt: skip
 
@@ -108,3 +111,22 @@ def test_the_page_has_tables_maps_and_of_ensembles_ranks() -> None:
         assert len(re.findall(r'src="data:image/png', page)) == 1
         assert len(re.findall(r'src="data:image/svg', page)) == members - 1
         assert "could not be drawn" not in page
+
+
+def test_the_page_of_many_levels_has_maps_of_some() -> None:
+    one = scores(2)
+    channels = {
+        channel.name: channel
+        for level in (1000, 850, 500, 50)
+        for channel in (Channel("temperature", level), Channel("geopotential", level))
+    }
+    sums, units = one.sums["2m_temperature"], dict.fromkeys(channels, "K")
+    page = station_page(
+        replace(one, channels=channels, sums=dict.fromkeys(channels, sums), units=units)
+    )
+    titles = re.findall(r"<h2 id=.*?>(.*?)</h2>", page)
+    assert (titles[0], titles[-1]) == ("Scores", "Rank histograms")
+    assert len(titles) == 8
+    assert {"Errors of geopotential 500 at 12 h", "Errors of temperature 850 at 12 h"} <= {*titles}
+    assert "Plots show 6 of the 8 fields, tables all." in page
+    assert page.count("<td>temperature_50</td>") == 2  # of both lead times

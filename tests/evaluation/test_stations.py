@@ -229,7 +229,10 @@ def test_keys_that_are_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) ->
         (["boundary=0"], "boundary: has no effect together with stations="),
         (["stations=none.csv"], "none.csv: no such file. Change stations."),
         (["stations=none.nc"], "none.nc: no such file."),
-        (["variables=[temperature]"], "no temperature without levels"),
+        (["variables=[temperature]"], "stations.nc: no temperature at the surface or on pressure"),
+        (["variables=[wind]"], "one.zarr: no wind at the surface or on pressure levels."),
+        (["levels=[500]"], "stations.nc: no scored variable on level 500. The forecast has "),
+        (["levels=[123]"], "one.zarr: no scored variable on level 123. The forecast has "),
         (["variables=[2m_temperatur]"], "2m_temperature"),
         (["regions=[nowhere]"], "regions: "),
         (["hours=[5]"], "Change hours."),
@@ -893,6 +896,142 @@ def test_a_folder_of_isd_lite_by_the_command(
         },
         abs=1e-6,
     )
+
+
+def forecast_on_levels(path: Path) -> None:
+    """Write one for noon that is the same everywhere, on 500 and 850 hPa and at the surface."""
+    uniform_forecast(path, np.full((6, 12), 280.0))
+    made = xr.load_dataset(path, decode_timedelta=True)
+    level = xr.DataArray([500, 850], dims="level", coords={"level": [500, 850]})
+    for name, unit, values in (
+        ("geopotential", "m2 s-2", [54000, 14000]),
+        ("temperature", "K", [250, 280]),
+        ("u_component_of_wind", "m s-1", [20, 8]),
+        ("v_component_of_wind", "m s-1", [-3, 2]),
+    ):
+        field = made["2m_temperature"] * 0 + xr.DataArray(values, dims="level")
+        made[name] = field.assign_coords(level=level).transpose(..., "latitude", "longitude")
+        made[name].attrs["units"] = unit
+    made.to_netcdf(path.with_suffix(".levels.nc"))
+
+
+SOUNDING = """\
+#USM00072520 2000 01 02 12 1105    4 ncdc-nws ncdc-gts  405317  -802172
+10  1820  50000B 5520B -233B-9999   150   270   205
+10  0612  85000  1480B   12B  650    55   180    40
+10  0612  70000  3000B  -50B  650    55   180    40
+"""
+
+
+def test_soundings_against_forecasts_on_levels(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forecast_on_levels(tmp_path / "made.nc")
+    (tmp_path / "igra").mkdir()
+    (tmp_path / "igra" / "USM00072520-data.txt").write_text(SOUNDING)
+    given = "forecast=made.levels.nc", "stations=igra"
+    code, _, complaints = ask(monkeypatch, tmp_path, *given, "out=out")
+    assert (code, complaints) == (0, "")
+    # Heights of 5520 m and 1480 m, -23.3 and 1.2 degrees, and winds from the west and the south.
+    expected = {
+        ("geopotential", "500"): 54000 - 5520 * 9.80665,
+        ("geopotential", "850"): 14000 - 1480 * 9.80665,
+        ("temperature", "500"): 250 - 249.85,
+        ("temperature", "850"): 280 - 274.35,
+        ("u_component_of_wind", "500"): 20 - 20.5,
+        ("u_component_of_wind", "850"): 8,
+        ("v_component_of_wind", "500"): -3,
+        ("v_component_of_wind", "850"): 2 - 4,
+    }
+    rows = table((tmp_path / "out" / "stations.csv").read_text())
+    bias = {(row["variable"], row["level"]): float(row["bias"]) for row in rows}
+    assert bias == pytest.approx(expected, abs=1e-4)  # fields are read in float32
+    for name in ("scores.csv", "hours.csv"):
+        rows = table((tmp_path / "out" / name).read_text())
+        assert {(row["variable"], row["level"]) for row in rows} == {*expected}
+    keys = "levels=[850]", "variables=[temperature]", "limits={temperature:[200,300]}"
+    code, _, complaints = ask(monkeypatch, tmp_path, *given, *keys, "out=one")
+    assert (code, complaints) == (0, "")
+    (row,) = table((tmp_path / "one" / "stations.csv").read_text())
+    assert (row["variable"], row["level"], row["unit"]) == ("temperature", "850", "K")
+
+
+def test_levels_that_are_refused(tmp_path: Path) -> None:
+    forecast_on_levels(tmp_path / "made.nc")
+    made = xr.load_dataset(tmp_path / "made.levels.nc", decode_timedelta=True)
+    made.assign_coords(level=[600, 900]).to_netcdf(tmp_path / "others.nc")
+    made["level"].attrs["standard_name"] = "atmosphere_hybrid_sigma_pressure_coordinate"
+    made.to_netcdf(tmp_path / "model-levels.nc")
+    sounding = tmp_path / "USM00072520-data.txt"
+    for name, text, keys, said in (
+        ("others", SOUNDING, {}, "none of its variables geopotential_500, geopotential_700, "),
+        ("others", SOUNDING, {}, ", ... is among the forecast's at the surface or on pressure "),
+        ("others", SOUNDING, {}, "levels: 2m_temperature, geopotential_600, geopotential_900, "),
+        ("model-levels", SOUNDING, {}, "on pressure levels: 2m_temperature. Rename the variables"),
+        ("made.levels", SOUNDING, {"levels": (700,)}, "made.levels.nc: no scored variable on lev"),
+        ("made.levels", SOUNDING.replace("850", "925"), {"levels": (850,)}, "data.txt: no scored"),
+        ("made.levels", SOUNDING.replace(" 12 11", " 13 11"), {}, "has no observation of "),
+        ("made.levels", SOUNDING.replace("5520B", "552 B"), {}, "geopotential_500 are outside the"),
+    ):
+        sounding.write_text(text)
+        with pytest.raises(UserError) as caught:
+            scored(tmp_path, f"{name}.nc", sounding.name, **keys)
+        assert said in str(caught.value), name
+        assert "\n" not in str(caught.value), name
+
+
+def test_columns_of_levels(tmp_path: Path) -> None:
+    forecast_on_levels(tmp_path / "made.nc")
+    made = xr.load_dataset(tmp_path / "made.levels.nc", decode_timedelta=True)
+    header = "station,time,latitude,longitude,elevation,t2m,t_500 [degC],temperature_850,z850 [m]\n"
+    (tmp_path / "there.csv").write_text(
+        f"{header}A,{NOON},0,45,1000,281,-20,NA,1500\nB,{NOON},0,45.5,NA,281,-10,NA,1400\n"
+    )
+    orography(tmp_path / "ground.nc", np.zeros((6, 12)))
+    found = scored(tmp_path, "made.levels.nc", "there.csv", orography=str(tmp_path / "ground.nc"))
+    # Of 1000 m, from which only the temperature at 2 m is corrected; nothing is observed on 850 hPa
+    # but the height.
+    expected = {
+        "2m_temperature": [280 - 6.5 - 281, 280 - 281],
+        "geopotential_850": [14000 - 9.80665 * 1500, 14000 - 9.80665 * 1400],
+        "temperature_500": [250 - 253.15, 250 - 263.15],
+        "temperature_850": [np.nan, np.nan],
+    }
+    assert {*found.sums} == {*expected}
+    for name, bias in expected.items():
+        np.testing.assert_allclose(
+            found.sums[name].of_stations()["bias"][0, 0], bias, atol=1e-4, err_msg=name
+        )
+    # Heights of a forecast without a dim of levels, or in geopotential metres.
+    flat = xr.Dataset(
+        {
+            "temperature_850": made["temperature"].sel(level=850, drop=True),
+            "temperature_500": made["temperature"].sel(level=500, drop=True),
+            "gh": (made["geopotential"] / 9.80665).assign_attrs(
+                units="gpm", standard_name="geopotential_height"
+            ),
+        }
+    )
+    flat.to_netcdf(tmp_path / "flat.nc")
+    found = scored(tmp_path, "flat.nc", "there.csv")
+    expected["gh_850"] = [14000 / 9.80665 - 1500, 14000 / 9.80665 - 1400]
+    assert {*found.sums} == {"gh_850", "temperature_500", "temperature_850"}
+    for name, sums in found.sums.items():
+        np.testing.assert_allclose(
+            sums.of_stations()["bias"][0, 0], expected[name], atol=1e-4, err_msg=name
+        )
+
+
+def test_persistence_on_levels(tmp_path: Path) -> None:
+    forecast_on_levels(tmp_path / "made.nc")
+    (tmp_path / "there.csv").write_text(
+        "station,time,latitude,longitude,temperature_500,temperature_850\n"
+        f"A,2000-01-02,0,45,250,270\nA,{NOON},0,45,254,271\n"
+    )
+    found = scored(tmp_path, "made.levels.nc", "there.csv")
+    for name, errors in {"temperature_500": [-4, -4], "temperature_850": [9, -1]}.items():
+        bias = found.of_region(name, "global")["bias"][:, 0]
+        assert bias.tolist() == pytest.approx(errors, abs=1e-4), name
 
 
 def test_weights_by_density(tmp_path: Path) -> None:

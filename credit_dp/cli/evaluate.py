@@ -22,6 +22,7 @@ from credit_dp.cli.arguments import (
     to_whole_numbers,
 )
 from credit_dp.cli.forecast import TrainedRun, check_overrides, forecast_config
+from credit_dp.cli.forecast_plot import planet_of_forecast
 from credit_dp.cli.output import format_table, print_lines
 from credit_dp.errors import UserError, counted
 from credit_dp.plain_text import superscript
@@ -186,9 +187,8 @@ def evaluate(arguments: Sequence[str], program: str) -> int:
     with folder.cleanup_on_failure():
         if keys["stations"]:
             with screen.report() as report:
-                at_stations = score_stations(
-                    request, forecast, keys["stations"], report, station_options(keys)
-                )
+                options = replace(station_options(keys), planet=planet_of_forecast(forecast))
+                at_stations = score_stations(request, forecast, keys["stations"], report, options)
             page = {"stations.html": station_page(at_stations)}
             folder.write_files(at_stations.tables() | page)
             lines = [*station_lines(at_stations), "", f"{folder.out / 'stations.html'}"]
@@ -434,14 +434,14 @@ def station_options(keys: Mapping[str, Any]) -> "StationOptions":
             raise UserError(f"lapse_rate: needs a number in K/km, like 6.5, got {rate}.")
         if not keys["orography"]:
             raise UserError("lapse_rate: has an effect with orography= only. Leave it out.")
-    return StationOptions(
+    options = StationOptions(
         missing=to_texts("missing", keys["missing"]),
         tolerance=parse_tolerance(keys["tolerance"]),
         nearest=keys["interpolate"] == "nearest",
         orography=keys["orography"],
         by_density=keys["weights"] == "density",
-        **({} if rate is None else {"lapse_rate": float(rate)}),
     )
+    return options if rate is None else replace(options, lapse_rate=float(rate))
 
 
 def parse_tolerance(text: str) -> "np.timedelta64 | None":

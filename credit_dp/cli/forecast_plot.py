@@ -225,8 +225,6 @@ def open_forecast(where: str) -> "tuple[ForecastStore, str]":
     """
     from credit_dp.evaluation.alignment import translate_error_keys
     from credit_dp.evaluation.forecast_store import ForecastStore
-    from credit_dp.evaluation.maps import SIMULATED, planet_of
-    from credit_dp.forecast.format import read_settings_attribute
     from credit_dp.forecast.sharded import open_sharded
 
     path = None if "://" in where else checks.expand_home("path", where)
@@ -235,6 +233,14 @@ def open_forecast(where: str) -> "tuple[ForecastStore, str]":
             store = ForecastStore(open_sharded(path), where)
         else:
             store = ForecastStore.open(where if path is None else str(path))
+    return store, planet_of_forecast(store)
+
+
+def planet_of_forecast(store: "ForecastStore") -> str:
+    """Return whose coasts the maps of a forecast have: those of the data that it started from."""
+    from credit_dp.evaluation.maps import SIMULATED, planet_of
+    from credit_dp.forecast.format import read_settings_attribute
+
     stores = read_settings_attribute(store.attributes).get("stores", [])
     made = any(Path(str(name)).name.startswith("quickstart-") for name in stores)
-    return store, SIMULATED if made else planet_of(str(store.attributes.get("title", "")))
+    return SIMULATED if made else planet_of(str(store.attributes.get("title", "")))

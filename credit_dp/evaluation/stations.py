@@ -42,7 +42,7 @@ from credit_dp.evaluation.alignment import (
     translate_error_keys,
 )
 from credit_dp.evaluation.forecast_store import ForecastStore
-from credit_dp.evaluation.maps import MapGrid, planet_of
+from credit_dp.evaluation.maps import EARTH, MapGrid
 from credit_dp.evaluation.observations import Observations, Values, nearest_reports
 from credit_dp.evaluation.station_scores import StationScores, StationSums
 from credit_dp.sphere import EARTH_RADIUS
@@ -71,6 +71,7 @@ class StationOptions:
         orography: a store with the height of the model's ground; empty: no correction for height.
         lapse_rate: by which 2 m temperature is corrected, K km-1.
         by_density: whether stations count less where there are many, see `density_weights`.
+        planet: whose coasts the maps of the errors have, see `MapGrid`.
     """
 
     missing: Sequence[str] = ()
@@ -79,6 +80,7 @@ class StationOptions:
     orography: str = ""
     lapse_rate: float = 6.5
     by_density: bool = False
+    planet: str = EARTH
 
 
 def score_stations(
@@ -188,7 +190,7 @@ def score_stations(
     )
     return StationScores(
         forecast.where,
-        MapGrid(forecast.grid, planet_of(str(forecast.attributes.get("title", "")))),
+        MapGrid(forecast.grid, options.planet),
         observations,
         forecast.members,
         [int(x / HOUR) for x in spans],

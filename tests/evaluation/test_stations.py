@@ -15,10 +15,12 @@ import xarray as xr
 from credit_dp.errors import UserError
 from credit_dp.evaluation.alignment import ScoreRequest
 from credit_dp.evaluation.forecast_store import ForecastStore
+from credit_dp.evaluation.maps import EARTH, SIMULATED
 from credit_dp.evaluation.observations import Observations
 from credit_dp.evaluation.station_page import station_page
 from credit_dp.evaluation.station_scores import StationScores, StationSums
 from credit_dp.evaluation.stations import StationOptions, density_weights, score_stations
+from credit_dp.forecast.format import SETTINGS_ATTRIBUTE
 from tests.cli.invocation import answer
 from tests.data import region_grids, wind_stores
 from tests.data.proj import project
@@ -221,6 +223,26 @@ def test_the_command(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "rank_histograms.csv": expected.ranks_csv(),
         "stations.html": station_page(replace(expected, forecast="three.zarr", observations=seen)),
     }
+
+
+def test_maps_have_the_coasts_of_the_planet_that_the_forecast_started_from(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = xr.open_zarr(folder / "one.zarr", consolidated=False, decode_timedelta=True)
+    text = '{"stores": ["/home/user/quickstart-T21-32x64-b08d.zarr"]}'
+    made = made.assign_attrs({SETTINGS_ATTRIBUTE: text})
+    made.to_netcdf(tmp_path / "own.nc")
+    seen: list[str] = []
+
+    def record(scores: StationScores) -> str:
+        seen.append(scores.grid.planet)
+        return ""
+
+    for out, name in {"own": tmp_path / "own.nc", "other": "one.zarr"}.items():
+        monkeypatch.setattr("credit_dp.evaluation.station_page.station_page", record)
+        keys = f"forecast={name}", "stations=stations.nc", f"out={tmp_path / out}"
+        assert ask(monkeypatch, folder, *keys)[0] == 0
+    assert seen == [SIMULATED, EARTH]
 
 
 def test_keys_that_are_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,6 +29,7 @@ from credit_dp.data.dates import split_slice
 from credit_dp.data.forcings import year_fraction
 from credit_dp.data.grid import GLOBAL, FieldArray, Grid
 from credit_dp.data.store import Store
+from credit_dp.data.streaming import split_rows
 from credit_dp.data.units import canonical_unit, find_conversion
 from credit_dp.errors import UserError
 from credit_dp.evaluation.metric_table import Better
@@ -120,6 +121,7 @@ WINDOW_DAYS = 15  # before and after such a date, from which all dates count
 DAYS = 365.25
 MIN_BEYOND = 5  # dates of a window beyond a quantile
 ROWS_AT_ONCE = 32  # of sorted samples
+WINDOW_BYTES = 4 * 2**30  # memory for the chunks of a window, in a band of rows
 
 
 @final
@@ -172,8 +174,9 @@ def open_quantiles(
 ) -> Quantiles:
     """Return the quantile of a channel that this share of the truth's training dates is below.
 
-    Each date is read about once, and those of a window at one hour of the day are kept: 31 fields
-    for each year.
+    Memory holds the chunks with dates of a window, up to `WINDOW_BYTES`, and the one that is read.
+    If they take more, the truth is read in bands of rows: each chunk once for each band, and those
+    at the turn of the year twice.
 
     Args:
         valid: the times that need one.
@@ -184,10 +187,10 @@ def open_quantiles(
     span = split_slice(truth.config, "train", truth.times, truth.calendar)
     times = truth.times[span]
     hours, slots = np.unique(hour_of_day(times), return_inverse=True)
-    windows = [season_windows(times[slots == slot], truth.calendar) for slot in range(len(hours))]
+    windows = season_windows(times, truth.calendar)
     _, before = season_before(valid, truth.calendar)
     used = np.unique(np.concatenate([before, before + 1]) % SEASONS).tolist()
-    least = min(len(by_season[season]) for by_season in windows for season in used)
+    least = min(np.bincount(slots[windows[x]], minlength=len(hours)).min() for x in used)
     needed = math.ceil(MIN_BEYOND / min(share, 1 - share) - 1e-9)
     if least < needed:
         text = truth.calendar.text
@@ -212,13 +215,21 @@ def open_quantiles(
     def create(file: Path) -> None:
         shape = (len(hours), SEASONS, *truth.grid)
         values = np.lib.format.open_memmap(file, mode="w+", dtype=np.float32, shape=shape)
-        for slot in range(len(hours)):
-            at_hour = times[slots == slot]
-            for season, quantile in enumerate(
-                season_quantiles(truth, channel, share, at_hour, windows[slot])
-            ):
-                values[slot, season] = quantile
-                report(TITLE, (slot + season / SEASONS) / len(hours))
+        chunks = truth.chunk_numbers(channel, times)
+        each = [slots == slot for slot in range(len(hours))]
+        # Hours of the day that share no chunk are read one after another, which takes less memory.
+        apart = sum(len(np.unique(chunks[x])) for x in each) == len(np.unique(chunks))
+        passes = each if apart else [np.full(len(times), True)]
+        for number, chosen in enumerate(passes):
+            windows = season_windows(times[chosen], truth.calendar)
+            for season, rows, fields in read_windows(truth, channel, times[chosen], windows):
+                at = slots[chosen][windows[season]]
+                for slot in np.unique(slots[chosen]).tolist():
+                    samples = [fields[index] for index in np.flatnonzero(at == slot).tolist()]
+                    values[slot, season, rows] = quantile(samples, share)
+                part = (rows.start + (rows.stop - rows.start) * season / SEASONS) / truth.grid[0]
+                report(TITLE, (number + part) / len(passes))
+                del fields, samples  # frees those that the next window does not have
         values.flush()
 
     return load_or_create(path, load, create, TITLE)
@@ -235,28 +246,31 @@ def season_windows(times: Times, calendar: Calendar) -> list[NDArray[np.intp]]:
     return [np.flatnonzero(row <= WINDOW_DAYS + 0.5) for row in distance]
 
 
-def season_quantiles(
-    truth: Store,
-    channel: Channel,
-    share: float,
-    times: Times,
-    windows: Sequence[NDArray[np.intp]],
-) -> Iterator[FieldArray]:
-    """Yield the quantiles of one hour of the day at each date of the year, `(H, W)`."""
-    rows = slice(0, truth.grid[0])
-    fields: dict[int, FieldArray] = {}
-    for window in windows:
-        # Windows overlap: what the last one shares with this one is not read again.
-        fields = {index: fields[index] for index in window.tolist() if index in fields}
-        for index in window[~np.isin(window, [*fields])].tolist():
-            one = times[index : index + 1]
-            fields[index] = truth.read_channels([channel], one, rows)[0, 0]
-        bands = [slice(x, x + ROWS_AT_ONCE) for x in range(0, truth.grid[0], ROWS_AT_ONCE)]
-        if not fields:
-            yield np.full(truth.grid, np.nan, np.float32)
-            continue
-        parts = [np.quantile([x[band] for x in fields.values()], share, axis=0) for band in bands]
-        yield np.concatenate(parts).astype(np.float32)
+def read_windows(
+    truth: Store, channel: Channel, times: Times, windows: Sequence[NDArray[np.intp]]
+) -> Iterator[tuple[int, slice, list[FieldArray]]]:
+    """Yield the number of each window, rows, and the fields of its times there, `(rows, W)`."""
+    chunks = truth.chunk_numbers(channel, times)
+    # A chunk is decoded as a whole, and kept as long as windows have a time of it.
+    kept = [np.flatnonzero(np.isin(chunks, chunks[window])) for window in windows]
+    for rows in split_rows(truth, [channel], WINDOW_BYTES, 4 * max(map(len, kept))):
+        fields: dict[int, FieldArray] = {}
+        for season, (window, indices) in enumerate(zip(windows, kept, strict=True)):
+            fields = {index: fields[index] for index in indices.tolist() if index in fields}
+            for chunk in np.unique(chunks[indices[~np.isin(indices, [*fields])]]):
+                read = np.flatnonzero(chunks == chunk)
+                block = truth.read_channels([channel], times[read], rows)[:, 0]
+                fields |= zip(read.tolist(), block, strict=True)
+            yield season, rows, [fields[index] for index in window.tolist()]
+
+
+def quantile(fields: Sequence[FieldArray], share: float) -> FieldArray:
+    """Return the quantile at each point, `(rows, W)`; NaN without fields."""
+    if not fields:
+        return np.full((), np.nan, np.float32)
+    bands = [slice(x, x + ROWS_AT_ONCE) for x in range(0, len(fields[0]), ROWS_AT_ONCE)]
+    parts = [np.quantile([x[band] for x in fields], share, axis=0) for band in bands]
+    return np.concatenate(parts).astype(np.float32)
 
 
 # ---------------------------------------------------------------- fractions in neighbourhoods

@@ -2,17 +2,22 @@
 
 import csv
 import weakref
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import xarray as xr
 
+from credit_dp.config import DataConfig, DatesConfig
 from credit_dp.data.calendar import STANDARD
 from credit_dp.data.channels import Channel
 from credit_dp.data.grid import GLOBAL, Grid
+from credit_dp.data.store import Store
 from credit_dp.errors import UserError
+from credit_dp.evaluation import events
 from credit_dp.evaluation.events import (
     EVENT_SCORES,
     Event,
@@ -20,10 +25,9 @@ from credit_dp.evaluation.events import (
     Quantiles,
     brier_parts,
     brier_score,
+    open_quantiles,
     parse_events,
     roc_area,
-    season_quantiles,
-    season_windows,
 )
 from credit_dp.evaluation.score_folder import scorecard_page
 from credit_dp.evaluation.scores_by_date import write_scores_by_date
@@ -192,9 +196,10 @@ def test_quantiles_are_interpolated_between_dates() -> None:
     np.testing.assert_allclose(quantiles.at(np.array(["2001-01-01"], "M8[h]")).ravel(), [11.5])
 
 
-def years(count: int, rows: int = 6, columns: int = 8) -> xr.Dataset:
-    """Temperature once a day for some years."""
-    times = np.arange("2001-01-01", f"{2001 + count}-01-01", dtype="M8[D]").astype("M8[ns]")
+def years(count: int, rows: int = 6, columns: int = 8, hours: int = 24) -> xr.Dataset:
+    """Temperature at steps of some hours for some years."""
+    dates = np.array(["2001-01-01", f"{2001 + count}-01-01"], "M8[h]")
+    times = np.arange(*dates, np.timedelta64(hours, "h")).astype("M8[ns]")
     random = np.random.default_rng(3)
     values = 280 + 10 * random.normal(size=(len(times), rows, columns))
     coords = {
@@ -333,14 +338,7 @@ def test_sums_over_some_dates_are_those_of_an_evaluation_of_these(
 
 def quantile_of(array: xr.DataArray, valid: np.ndarray, before: np.datetime64) -> np.ndarray:
     """The 90 % quantile of dates before the forecasts, at valid times: `(L, T, H, W)`."""
-    times = array["time"].values
-    used = times[times < before]
-    fractions = np.array([fraction(time) for time in used])
-    by_season = []
-    for season in range(24):
-        distance = abs((fractions - (season + 0.5) / 24 + 0.5) % 1 - 0.5) * 365.25
-        samples = array.sel(time=used[distance <= 15.5]).values
-        by_season.append(np.quantile(samples, 0.9, axis=0))
+    by_season = season_quantiles(array[array["time"].values < before])
     limits = np.zeros((*valid.shape, *array.shape[1:]))
     for at, time in np.ndenumerate(valid):
         place = fraction(time) * 24 - 0.5
@@ -350,6 +348,14 @@ def quantile_of(array: xr.DataArray, valid: np.ndarray, before: np.datetime64) -
     return limits
 
 
+def season_quantiles(array: xr.DataArray) -> list[np.ndarray]:
+    """The 90 % quantiles of all dates within 15 days of each of 24 dates."""
+    fractions = np.array([fraction(time) for time in array["time"].values])
+    centres = (np.arange(24) + 0.5) / 24
+    distances = abs((fractions - centres[:, None] + 0.5) % 1 - 0.5) * 365.25
+    return [np.quantile(array[distance <= 15.5].values, 0.9, axis=0) for distance in distances]
+
+
 def fraction(time: np.datetime64) -> float:
     """The part of its year that is over."""
     year = time.astype("M8[Y]")
@@ -357,36 +363,84 @@ def fraction(time: np.datetime64) -> float:
     return float((time.astype("M8[s]") - start) / (end - start))
 
 
-class CountingStore:
-    """Fields of random numbers, which count how often they are read and how many are alive."""
+@pytest.mark.parametrize(
+    ("length", "rows", "room", "bands"),
+    # Chunks of one hour of the day, of both, longer than a window, of all dates.
+    [(1, 6, 64, 1), (8, 6, 144, 1), (8, 6, 48, 3), (100, 2, 140, 3), (2000, 6, 1460, 1)],
+)
+def test_each_chunk_is_read_once_for_each_band_of_rows(
+    tmp_path: Path,
+    reads: Counter[str],
+    monkeypatch: pytest.MonkeyPatch,
+    length: int,
+    rows: int,
+    room: int,
+    bands: int,
+) -> None:
+    """Two years at 0 and 12 UTC, with memory for `room` fields."""
+    observed = years(2, hours=12)
+    array = observed["2m_temperature"]
+    sizes = {"2m_temperature": {"chunks": (length, rows, 8)}}
+    path = tmp_path / "truth.zarr"
+    observed.to_zarr(path, consolidated=False, encoding=sizes)
+    span = ["2001-01-01", "2002-12-31"]
+    truth = Store.open(
+        DataConfig(
+            name="zarr",
+            store=str(path),
+            prognostic=["2m_temperature"],
+            step="12h",
+            dates=DatesConfig(train=span, valid=span, test=span),
+        )
+    )
+    field_bytes = 4 * 6 * 8
+    monkeypatch.setattr(events, "WINDOW_BYTES", room * field_bytes)
+    alive = AliveBytes(monkeypatch)
+    valid = array["time"].values[:1].astype("M8[s]")
+    parts: list[float] = []
+    open_quantiles(
+        truth,
+        Channel("2m_temperature"),
+        0.9,
+        valid,
+        str(tmp_path / "cache"),
+        lambda title, part: parts.append(part),
+    )
+    times = array["time"].values
+    chunks = -(-len(times) // length)
+    assert len(reads) == chunks * (6 // rows)
+    once = max(1, bands * rows // 6)  # a chunk has rows of so many bands
+    for key, count in reads.items():
+        held = times[int(key.split("/")[-3]) * length :][:length].astype("M8[M]").astype(int) % 12
+        # The windows of the last dates of a year have dates of the first ones, too.
+        assert count == once or (count == 2 * once and {*held} & {0, 11})
+    assert alive.most <= (room + length) * field_bytes
+    assert parts == sorted(parts)
+    assert 0 <= parts[0] <= parts[-1] < 1
+    (file,) = (tmp_path / "cache").glob("quantiles-*.npy")
+    for hour, values in enumerate(np.load(file)):
+        np.testing.assert_array_equal(values, np.array(season_quantiles(array[hour::2])))
 
-    def __init__(self) -> None:
-        self.grid = (3, 4)
-        self.reads = 0
-        self.alive = 0
-        self.most = 0
 
-    def read_channels(self, channels: object, times: np.ndarray, rows: slice) -> np.ndarray:
-        fields = np.random.default_rng(self.reads).random((1, 1, *self.grid), np.float32)
-        self.reads += 1
-        self.alive += 1
-        self.most = max(self.most, self.alive)
-        weakref.finalize(fields, self._end)
-        return fields
+class AliveBytes:
+    """Counts the bytes of fields that stores have read and that are in memory."""
 
-    def _end(self) -> None:
-        self.alive -= 1
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.most = self._now = 0
+        read = Store.read_channels
 
+        def counted(store: Store, *args: Any) -> np.ndarray:
+            fields = read(store, *args)
+            self._now += fields.nbytes
+            self.most = max(self.most, self._now)
+            owner = fields if fields.base is None else fields.base
+            weakref.finalize(owner, self._free, fields.nbytes)
+            return fields
 
-def test_one_window_of_dates_is_in_memory() -> None:
-    times = np.arange("2001-01-01", "2003-01-01", dtype="M8[D]").astype("M8[s]")
-    windows = season_windows(times, STANDARD)
-    store = CountingStore()
-    found = season_quantiles(store, Channel("x"), 0.9, times, windows)  # type: ignore[arg-type]
-    assert len(list(found)) == 24
-    assert store.most == max(map(len, windows))
-    # Of the last window those in January were read with the first.
-    assert len(times) <= store.reads < 1.05 * len(times)
+        monkeypatch.setattr(Store, "read_channels", counted)
+
+    def _free(self, size: int) -> None:
+        self._now -= size
 
 
 def test_only_dates_of_the_forecasts_need_a_climate(stores: Path) -> None:
@@ -407,10 +461,10 @@ def test_only_dates_of_the_forecasts_need_a_climate(stores: Path) -> None:
 
 def test_bad_input_is_one_line(stores: Path) -> None:
     path = stores / "forecast.zarr"
-    for events, words in {
+    for event, words in {
         ">99%": "of the climate of 2m_temperature needs 500 dates within 15 days",
         ">1 parsec": "the truth is in K",
     }.items():
-        given = {"2m_temperature": [events]}
+        given = {"2m_temperature": [event]}
         assert words in refusal(stores, path, climatology="", events=given)
     assert not list((stores / "cache").glob("*.partial"))

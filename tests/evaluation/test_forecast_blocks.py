@@ -2,18 +2,15 @@
 
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import xarray as xr
-from zarr.storage import LocalStore
 
 from credit_dp.data.calendar import Calendar, Times
 from credit_dp.data.channels import Channel
 from credit_dp.data.grid import FieldArray, Grid
-from credit_dp.data.sources.storage import CountingStore
 from credit_dp.errors import UserError
 from credit_dp.evaluation import forecast_blocks, score
 from credit_dp.evaluation.alignment import align
@@ -54,23 +51,6 @@ def predicted() -> xr.Dataset:
 def write(data: xr.Dataset, path: Path, chunks: dict[str, int]) -> Path:
     every = {"time": 1, "prediction_timedelta": 1, "hour": 1, "dayofyear": 1} | chunks
     return stores.write(data, path, chunks=every)
-
-
-@pytest.fixture
-def reads(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """Count how often each chunk of a field is read, by its path."""
-    found: Counter[str] = Counter()
-    get = CountingStore.get
-
-    async def counted(self: CountingStore, key: str, *args: Any, **kwargs: Any) -> Any:
-        store = self._store
-        if "/c/" in key and not key.startswith(("time", "prediction", "lat", "lon", "level")):
-            assert isinstance(store, LocalStore)
-            found[f"{store.root.name}/{key}"] += 1
-        return await get(self, key, *args, **kwargs)
-
-    monkeypatch.setattr(CountingStore, "get", counted)
-    return found
 
 
 def scored(folder: Path, chunks: dict[str, int]) -> Scorecard:

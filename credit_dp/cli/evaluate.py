@@ -616,7 +616,7 @@ def comparison_lines(comparison: "Comparison") -> list[str]:
             for row in rows_for_table(comparison, score)
         ]
         headings = (
-            score.upper(),
+            compared_metric(score).label,
             "unit",
             "hours",
             *comparison.names,

@@ -211,6 +211,8 @@ def _flatten_scores(
     flat: dict[ScoreKey, dict[str, float]] = {}
     for channel, scores in nested.items():
         for score, leads in scores.items():
+            if score not in METRICS:
+                continue  # of a script, or of another version
             for lead, sources in leads.items():
                 # A run's metrics say "model" where a scorecard says "forecast".
                 values = {

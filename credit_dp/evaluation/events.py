@@ -10,7 +10,7 @@ skill score.
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, final
 
@@ -37,6 +37,7 @@ from credit_dp.evaluation.metric_table import Better
 KEY = "events"
 PATTERN = re.compile(r"([<>])\s*([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)\s*(.*)")
 PERCENT = "%"
+ROUNDING = 1e-12  # of shares of points
 SOURCES = ("forecast", "persistence")
 
 Array = NDArray[np.float64]
@@ -48,7 +49,7 @@ class Event:
     """A variable is above or below a threshold.
 
     Attributes:
-        text: as the user gives it, without spaces around it.
+        text: as the user gives it, with spaces and numbers in one form.
         above: whether it is above.
         value: of the threshold in the truth's unit, or, of a quantile, the share of dates below.
         is_quantile: whether the threshold is a quantile of the date and place.
@@ -85,7 +86,7 @@ def parse_events(events: Mapping[str, Any], units: Mapping[str, str]) -> dict[st
         if not isinstance(texts, list) or not texts:
             raise UserError(f'{KEY}.{name}: needs a list, like [">303.15",">90%"], got {texts}.')
         found = [parse_event(f"{KEY}.{name}", str(text), units[name]) for text in texts]
-        if len({event.text for event in found}) < len(found):
+        if len({event[1:] for event in map(astuple, found)}) < len(found):
             raise UserError(f"{KEY}.{name}: has an event twice, {texts}. Leave one out.")
         parsed[name] = found
     return parsed
@@ -102,7 +103,7 @@ def parse_event(key: str, text: str, unit: str) -> Event:
     if given == PERCENT and canonical_unit(unit) != PERCENT:
         if not 0 < number < 100:
             raise UserError(f"{key}: needs a quantile between 0 and 100 %, got {text!r}.")
-        return Event(text.strip(), sign == ">", number / 100, is_quantile=True)
+        return Event(f"{sign}{number:.12g}%", sign == ">", number / 100, is_quantile=True)
     conversion = (1.0, 0.0) if not given else find_conversion(given, unit)
     if conversion is None:
         raise UserError(
@@ -110,7 +111,8 @@ def parse_event(key: str, text: str, unit: str) -> Event:
             f"Give the threshold in {unit or 'its numbers'}."
         )
     scale, offset = conversion
-    return Event(text.strip(), sign == ">", number * scale + offset, is_quantile=False)
+    shown = f"{sign}{number:.12g} {given}".rstrip()
+    return Event(shown, sign == ">", number * scale + offset, is_quantile=False)
 
 
 # ---------------------------------------------------------------- quantiles of date and place
@@ -310,8 +312,9 @@ class Neighbourhoods:
     def mean(self, fields: Tensor, channels: slice) -> Tensor:
         """Return the means of some channels, `(..., C, H, W)`; 0 without a value."""
         known = torch.where(self._valid[channels], fields, 0).double()
-        means = self._means(pad(known, self._beside), channels)
-        return means[..., : fields.shape[-1]]
+        means = self._means(pad(known, self._beside), channels)[..., : fields.shape[-1]]
+        # The sums are of Fourier transforms: without any event they are not quite 0.
+        return torch.where(means.abs() < ROUNDING, 0.0, means)
 
 
 # ---------------------------------------------------------------- counts and scores

@@ -73,31 +73,37 @@ def events_by_date(card: Scorecard) -> xr.Dataset:
     The counts of a source that is not counted are NaN.
     """
     events = card.events
-    counts = stack_events([x.counts for x in events])
+    counts = with_all_sources([x.counts for x in events])
     dims = (*EVENT_DIMS, "members", "observed")
     about = {"long_name": "area by number of members with the event, and by what was observed"}
     variables: dict[str, tuple[Any, ...]] = {COUNTS: (dims, counts, about)}
     coordinates = {
         **common_coordinates(card),
-        "source": ("source", np.array(EVENT_SOURCES, object)),
+        "source": ("source", np.array(ALL_SOURCES, object)),
         "event": ("event", np.array([f"{x.channel.name} {x.event}" for x in events], object)),
         "event_channel": ("event", np.array([x.channel.name for x in events], object)),
         "members": np.arange(counts.shape[-2]),
         "observed": [0, 1],
     }
     if events[0].distances:
-        fractions = stack_events([x.fractions for x in events])
+        fractions = with_all_sources([x.fractions for x in events])
         about = {"long_name": "squared errors of fractions, and the sum of their squares"}
         variables[FRACTIONS] = ((*EVENT_DIMS, "distance", "term"), fractions, about)
         coordinates["distance"] = ("distance", [*events[0].distances], {"units": "km"})
         coordinates["term"] = ("term", np.array(["errors", "squares"], object))
-    return xr.Dataset(variables, coordinates).reindex(source=np.array(ALL_SOURCES, object))
+    return xr.Dataset(variables, coordinates)
 
 
-def stack_events(by_event: Sequence[Mapping[str, Array]]) -> Array:
-    """Return an array of `EVENT_DIMS` from one of each region, `(sources, times, leads, ...)`."""
-    regions = [np.stack([x[region] for x in by_event], axis=3) for region in by_event[0]]
-    return np.stack(regions)
+def with_all_sources(by_event: Sequence[Mapping[str, Array]]) -> Array:
+    """Return an array of `EVENT_DIMS` from those of each region, `(sources, times, leads, ...)`."""
+    _, times, leads, *rest = by_event[0][GLOBAL].shape
+    sizes = (len(by_event[0]), len(ALL_SOURCES), times, leads, len(by_event), *rest)
+    values = np.full(sizes, np.nan)
+    sources = [ALL_SOURCES.index(name) for name in EVENT_SOURCES]
+    for event, regions in enumerate(by_event):
+        for region, array in enumerate(regions.values()):
+            values[region, sources, :, :, event] = array
+    return values
 
 
 def write_scores_by_date(card: Scorecard, folder: Path) -> None:
@@ -149,6 +155,8 @@ def read_events_by_date(folder: Path) -> xr.Dataset | None:
     with xr.open_zarr(folder / NAME, decode_timedelta=True, consolidated=True) as scores:
         if COUNTS not in scores:
             return None
+        if not all([*scores["event"].values, *scores["event_channel"].values]):
+            raise ValueError("it lacks the names of events")
         names = [name for name in (COUNTS, FRACTIONS) if name in scores]
         found: xr.Dataset = scores[names].sel(source=[*EVENT_SOURCES]).load()
     if any(array.isnull().any() for array in found.data_vars.values()):
@@ -310,15 +318,41 @@ def compare_by_date(other: xr.Dataset, first: xr.Dataset, score: str) -> dict[Pl
 def compare_events_by_date(
     other: xr.Dataset, first: xr.Dataset
 ) -> dict[str, dict[Place, Significance]]:
-    """Test where scores of events of two forecasts differ, as `compare_by_date`, by score."""
+    """Test where scores of events of two forecasts differ, as `compare_by_date`, by score.
+
+    Only dates with the event, forecast or observed, count as independent cases.
+    """
     times = other.get_index("time").intersection(first.get_index("time"))
     if len(times) < MIN_TIMES:
         return {}
-    one, two = (jackknife_series(x.sel(time=times, source=FORECAST)) for x in (other, first))
+    counts = [x.sel(time=times, source=FORECAST) for x in (other, first)]
+    cases = count_cases(*counts)
+    one, two = map(jackknife_series, counts)
+    tests = {}
+    for name in map(str, one):
+        if event_score(name).better.ranks_sources:
+            tests[name] = {
+                place: test._replace(independent=min(test.independent, cases[place]))
+                for place, test in compare_by_date(one, two, name).items()
+                if cases[place] >= MIN_INDEPENDENT
+            }
+    return tests
+
+
+def count_cases(one: xr.Dataset, two: xr.Dataset) -> Mapping[Place, int]:
+    """Return the number of dates on which an event was observed, or one of both forecasts had it.
+
+    Other dates tell nothing of most scores: they are no independent cases.
+    """
+    is_case = []
+    for counts in (one[COUNTS], two[COUNTS]):
+        neither = counts.isel(members=0, observed=0, drop=True)
+        is_case.append(counts.sum(["members", "observed"]) > neither)
+    number = (is_case[0] | is_case[1]).sum("time")
+    series = number.transpose("region", "prediction_timedelta", "event").to_series()
     return {
-        str(name): compare_by_date(one, two, str(name))
-        for name in one
-        if event_score(str(name)).better.ranks_sources
+        (region, round(lead.total_seconds() / 3600), event): int(count)
+        for (region, lead, event), count in series.items()
     }
 
 

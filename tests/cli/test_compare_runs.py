@@ -290,7 +290,19 @@ def test_events_are_compared_and_tested(tmp_path, monkeypatch):
     assert "<caption>CSI: b against a" in page
     assert "z_500 &gt;5" in page
     assert "could not be drawn" not in page
-    (folders[2] / "scores_by_date.zarr/event_counts/0.0.0.0.0.0.0").unlink()
-    assert_refused({" ".join(map(str, folders)): "scores_by_date.zarr: can't be read"}, "compare")
+    store = folders[2] / "scores_by_date.zarr"
+    for part in ("event", "event_channel", "event_counts/0.0.0.0.0.0.0"):
+        (store / part).rename(tmp_path / "part")
+        damaged = {" ".join(map(str, folders)): "/c/scores_by_date.zarr: can't be read"}
+        assert_refused(damaged, "compare")
+        (tmp_path / "part").rename(store / part)
+    # A score of a script, or of another version.
+    for folder in folders[:2]:
+        scores = json.loads((folder / "scores.json").read_text())
+        scores["scores"]["z_500"]["mae"] = scores["scores"]["z_500"]["rmse"]
+        (folder / "scores.json").write_text(json.dumps(scores))
+    code, said, complaints = compare(monkeypatch, *folders[:2])
+    assert (code, complaints) == (0, "")
+    assert "mae" not in said
     shutil.rmtree(folders[2] / "scores_by_date.zarr")
     assert "left out: c has no z_500 >5" in compare(monkeypatch, *folders)[1]

@@ -41,12 +41,12 @@ UNITS = {"t2m": "K", "tp": "m", "r": "%", "x": ""}
 @pytest.mark.parametrize(
     ("name", "text", "event"),
     [
-        ("t2m", "> 303.15", Event("> 303.15", True, 303.15, False)),
-        ("t2m", "<0 degC", Event("<0 degC", False, 273.15, False)),
+        ("t2m", "> 303.150", Event(">303.15", True, 303.15, False)),
+        ("t2m", "<0degC", Event("<0 degC", False, 273.15, False)),
         ("t2m", ">95%", Event(">95%", True, 0.95, True)),
         ("tp", ">25 mm", Event(">25 mm", True, 0.025, False)),
-        ("r", ">95%", Event(">95%", True, 95, False)),  # its own unit
-        ("x", ">-1e-3", Event(">-1e-3", True, -1e-3, False)),
+        ("r", ">95%", Event(">95 %", True, 95, False)),  # its own unit
+        ("x", ">-1e-3", Event(">-0.001", True, -1e-3, False)),
     ],
 )
 def test_an_event_has_a_threshold(name: str, text: str, event: Event) -> None:
@@ -60,7 +60,8 @@ def test_an_event_has_a_threshold(name: str, text: str, event: Event) -> None:
         ({"t2m": ["303"]}, "needs > or <, a number and a unit or %"),
         ({"t2m": [">100%"]}, "needs a quantile between 0 and 100 %"),
         ({"t2m": ">1"}, "needs a list"),
-        ({"t2m": [">1", ">1"]}, "has an event twice"),
+        ({"t2m": [">1", "> 1.0"]}, "has an event twice"),
+        ({"t2m": [">274.15", ">1 degC"]}, "has an event twice"),
         ({"moon": [">1"]}, "needs a variable that is scored, one of t2m, tp, r, x"),
     ],
 )
@@ -155,6 +156,17 @@ def test_neighbourhoods_are_discs_on_the_sphere(grid: Grid, kilometres: float) -
     found = near.mean(torch.from_numpy(fields), slice(0, 2))
     for one, other in zip(found.numpy(), fields, strict=True):
         np.testing.assert_allclose(one, brute_force(grid, other, kilometres), atol=1e-12)
+
+
+def test_far_from_any_event_the_share_is_zero() -> None:
+    grid = GRIDS["poles"]
+    fields = torch.zeros(1, *grid, dtype=torch.bool)
+    fields[0, :, 0] = True
+    near = Neighbourhoods(grid, 700, torch.ones(1, *grid).bool())
+    found = near.mean(fields, slice(0, 1))[0].numpy()
+    expected = brute_force(grid, fields[0].numpy(), 700)
+    assert (expected == 0).sum() > grid[0]
+    assert (found[expected == 0] == 0).all()
 
 
 def test_neighbourhoods_leave_out_points_without_values() -> None:

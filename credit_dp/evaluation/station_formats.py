@@ -297,8 +297,15 @@ def _read_igra_file(path: Path) -> "tuple[pd.DataFrame, dict[str, str], int]":
         rows = soundings[[*SOUNDING]].iloc[of_level].reset_index(drop=True)
         rows = rows.assign(level=levels["PRESS"] // PASCALS, **values)
         rows = rows[is_known.to_numpy()[of_level] & numbers.notna().any(axis=1)]
-        table = rows.set_index([*SOUNDING, "level"]).unstack("level")  # refuses one that is twice
-    except (OSError, ValueError, KeyError, zipfile.BadZipFile, zlib.error) as error:
+        twice = rows[rows.duplicated([*SOUNDING, "level"])]
+        for row in twice.itertuples():
+            raise ValueError(f"{row.station} has {row.level} hPa twice at {row.time}")
+        table = rows.set_index([*SOUNDING, "level"]).unstack("level")
+    # A RuntimeError comes from an archive with a password, or compressed in another way.
+    except (
+        *(OSError, EOFError, ValueError, KeyError, RuntimeError),
+        *(zipfile.BadZipFile, zlib.error),
+    ) as error:
         raise UserError(
             f"{path}: needs soundings in IGRA's format, but it can't be read "
             f"({reason_of(error)}). Remove it, or change stations."

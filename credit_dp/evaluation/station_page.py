@@ -91,7 +91,7 @@ def station_page(scores: StationScores) -> str:
 
 def plotted_names(scores: StationScores) -> list[str]:
     """Return the channels with maps and rank histograms, as in a scorecard."""
-    names = list(scores.sums)
+    names = [name for name in scores.sums if scores.of_region(name, GLOBAL)["observations"].any()]
     return [names[index] for index in headlines(names)]
 
 

@@ -174,16 +174,19 @@ def score_stations(
                 sums[name].add(1, lead, hour, stations, persistent[None], values[rows])
                 is_scored[name][rows] |= scored
         report("scoring", (done + 1) / len(pairs))
-        is_last = column is columns[-1] and not any(x.any() for x in is_scored.values())
         # Few balloons reach the highest levels, which may be scored without any observation.
-        at_surface = _meaning(variable, level)[1] is None
-        if not is_scored[name].any() and (at_surface or is_last):
+        on_level = _meaning(variable, level)[1] is not None
+        is_empty = not any(x.any() for x in is_scored.values())
+        if not (is_scored[name].any() or on_level) or (column is columns[-1] and is_empty):
             text = forecast.calendar.text
+            what, cure = f"{column.stored_name}", "or leave it out of variables"
+            if on_level:
+                what, cure = "what is scored", "levels or variables"
             raise UserError(
-                f"{stored.where}: has no observation of {column.stored_name} at a time of the "
-                f"forecasts, {text(times[0])} to {text(times[-1] + spans[-1])}; it has "
-                f"{text(given.times[0])} to {text(given.times[-1])}. Change stations, dates or "
-                "tolerance, or leave it out of variables."
+                f"{stored.where}: has no observation of {what} at a time of the forecasts, "
+                f"{text(times[0])} to {text(times[-1] + spans[-1])}; it has reports from "
+                f"{text(given.times[0])} to {text(given.times[-1])}. Change stations, dates, "
+                f"tolerance, {cure}."
             )
     coverage, notes = _describe_coverage(
         given, stored, observations, pairs, is_scored, valid, tolerance
@@ -581,9 +584,16 @@ def _observed_channels(
     for level in request.levels:
         if level not in {channel.level for channel in pairs}:
             is_there = level in {channel.level for channel in channels}
+            where, names = (observations.where, seen) if is_there else (forecast.where, there)
             raise UserError(
-                f"{observations.where if is_there else forecast.where}: no scored variable on "
-                f"level {level}. The forecast has {_some(there)}. Change levels."
+                f"{where}: no scored variable on level {level}, among {_some(names)}. Change "
+                "levels."
+            )
+    for name, count in Counter(channel.name for channel in pairs).items():
+        if count > 1:
+            raise UserError(
+                f"{forecast.where}: has two fields called {name}, with and without a dim of "
+                "levels. Select one with variables."
             )
     if not pairs:
         raise UserError(
@@ -595,11 +605,13 @@ def _observed_channels(
 
 
 def _meaning(name: str, level: int | None = None) -> tuple[str, int | None]:
-    long, level = long_name(name, level)
+    """Return the long name and the level of a variable; heights are geopotential in m."""
+    long, level = long_name(name.replace(HEIGHT, "geopotential"), level)
     return UPPER_AIR_NAMES.get(long, long), level
 
 
 def _some(names: Sequence[str]) -> str:
+    """Return the first of some names, as text for messages."""
     return ", ".join([*names[:SHOWN], *["..."] * (len(names) > SHOWN)]) or "none"
 
 

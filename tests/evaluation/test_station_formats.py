@@ -220,7 +220,7 @@ def test_soundings_of_igra_that_are_refused(tmp_path: Path) -> None:
         (PITTSBURGH.replace("01 02", "02 30"), unfit),
         (PITTSBURGH.replace("812", "8I2"), unfit),
         (PITTSBURGH[:-30], unfit),
-        (PITTSBURGH * 2, unfit),
+        (PITTSBURGH * 2, f"{unfit}USM00072520 has "),
     ):
         path.write_text(text)
         with pytest.raises(UserError) as caught:
@@ -229,6 +229,14 @@ def test_soundings_of_igra_that_are_refused(tmp_path: Path) -> None:
         assert "\n" not in str(caught.value), text
     (tmp_path / "USM00072520-data-beg2000.txt.zip").write_text(PITTSBURGH)
     with pytest.raises(UserError, match=r"\.txt\.zip: needs .* \(File is not a zip file\)"):
+        Observations.open(str(tmp_path))
+    with zipfile.ZipFile(tmp_path / "USM00072520-data-beg2000.txt.zip", "w") as archive:
+        archive.writestr("USM00072520-data-beg2000.txt", PITTSBURGH)
+    packed = bytearray((tmp_path / "USM00072520-data-beg2000.txt.zip").read_bytes())
+    packed[6] |= 1  # encrypted, in the header of the file and in the directory
+    packed[packed.index(b"PK\x01\x02") + 8] |= 1
+    (tmp_path / "USM00072520-data-beg2000.txt.zip").write_bytes(packed)
+    with pytest.raises(UserError, match=r"\.txt\.zip: needs .* encrypted"):
         Observations.open(str(tmp_path))
     with pytest.raises(UserError, match="missing: has no effect on IGRA"):
         Observations.open(str(path), ["-9999"])

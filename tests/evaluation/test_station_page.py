@@ -121,12 +121,13 @@ def test_the_page_of_many_levels_has_maps_of_some() -> None:
         for channel in (Channel("temperature", level), Channel("geopotential", level))
     }
     sums, units = one.sums["2m_temperature"], dict.fromkeys(channels, "K")
-    page = station_page(
-        replace(one, channels=channels, sums=dict.fromkeys(channels, sums), units=units)
-    )
+    by_name = dict.fromkeys(channels, sums)
+    by_name["geopotential_850"] = StationSums(2, 2, np.ones((1, 3), bool), np.ones(3))  # no report
+    page = station_page(replace(one, channels=channels, sums=by_name, units=units))
     titles = re.findall(r"<h2 id=.*?>(.*?)</h2>", page)
     assert (titles[0], titles[-1]) == ("Scores", "Rank histograms")
     assert len(titles) == 8
     assert {"Errors of geopotential 500 at 12 h", "Errors of temperature 850 at 12 h"} <= {*titles}
+    assert "Errors of geopotential 850 at 12 h" not in titles
     assert "Plots show 6 of the 8 fields, tables all." in page
     assert page.count("<td>temperature_50</td>") == 2  # of both lead times

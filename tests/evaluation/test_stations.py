@@ -232,17 +232,19 @@ def test_maps_have_the_coasts_of_the_planet_that_the_forecast_started_from(
     text = '{"stores": ["/home/user/quickstart-T21-32x64-b08d.zarr"]}'
     made = made.assign_attrs({SETTINGS_ATTRIBUTE: text})
     made.to_netcdf(tmp_path / "own.nc")
+    made.assign_attrs({SETTINGS_ATTRIBUTE: '{"stores": 5}'}).to_netcdf(tmp_path / "odd.nc")
     seen: list[str] = []
 
     def record(scores: StationScores) -> str:
         seen.append(scores.grid.planet)
         return ""
 
-    for out, name in {"own": tmp_path / "own.nc", "other": "one.zarr"}.items():
+    names = {"own": tmp_path / "own.nc", "odd": tmp_path / "odd.nc", "other": "one.zarr"}
+    for out, name in names.items():
         monkeypatch.setattr("credit_dp.evaluation.station_page.station_page", record)
         keys = f"forecast={name}", "stations=stations.nc", f"out={tmp_path / out}"
         assert ask(monkeypatch, folder, *keys)[0] == 0
-    assert seen == [SIMULATED, EARTH]
+    assert seen == [SIMULATED, EARTH, EARTH]
 
 
 def test_keys_that_are_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -253,8 +255,8 @@ def test_keys_that_are_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) ->
         (["stations=none.nc"], "none.nc: no such file."),
         (["variables=[temperature]"], "stations.nc: no temperature at the surface or on pressure"),
         (["variables=[wind]"], "one.zarr: no wind at the surface or on pressure levels."),
-        (["levels=[500]"], "stations.nc: no scored variable on level 500. The forecast has "),
-        (["levels=[123]"], "one.zarr: no scored variable on level 123. The forecast has "),
+        (["levels=[500]"], "stations.nc: no scored variable on level 500, among t2m. "),
+        (["levels=[123]"], "one.zarr: no scored variable on level 123, among "),
         (["variables=[2m_temperatur]"], "2m_temperature"),
         (["regions=[nowhere]"], "regions: "),
         (["hours=[5]"], "Change hours."),
@@ -1024,6 +1026,15 @@ def test_columns_of_levels(tmp_path: Path) -> None:
         np.testing.assert_allclose(
             found.sums[name].of_stations()["bias"][0, 0], bias, atol=1e-4, err_msg=name
         )
+    for column in ("geopotential_height_500", "zg500"):
+        text = f"station,time,latitude,longitude,{column} [m]\nA,{NOON},0,45,5500\n"
+        (tmp_path / "height.csv").write_text(text)
+        assert {*scored(tmp_path, "made.levels.nc", "height.csv").sums} == {"geopotential_500"}
+    # One field twice.
+    both = made.assign(temperature_500=made["temperature"].sel(level=500, drop=True))
+    both.to_netcdf(tmp_path / "both.nc")
+    with pytest.raises(UserError, match="has two fields called temperature_500"):
+        scored(tmp_path, "both.nc", "there.csv")
     # Heights of a forecast without a dim of levels, or in geopotential metres.
     flat = xr.Dataset(
         {

@@ -43,7 +43,8 @@ another forecast in the form of WeatherBench 2, also at a public address.
                     median in front of each member, or, of 10 or more, of the bands from lowest to
                     highest, from 10 to 90 % and from 25 to 75 %.
 
-Geopotential is drawn as height in dam, temperature in degrees Celsius, pressure in hPa.
+Geopotential is drawn as height in dam, temperature in degrees Celsius, pressure in hPa,
+energy in MJ m-2.
 
   --help, -h    this text
 
@@ -241,6 +242,7 @@ def planet_of_forecast(store: "ForecastStore") -> str:
     from credit_dp.evaluation.maps import SIMULATED, planet_of
     from credit_dp.forecast.format import read_settings_attribute
 
-    stores = read_settings_attribute(store.attributes).get("stores", [])
-    made = any(Path(str(name)).name.startswith("quickstart-") for name in stores)
+    stores = read_settings_attribute(store.attributes).get("stores")
+    names = stores if isinstance(stores, list) else []  # whatever another program wrote
+    made = any(Path(str(name)).name.startswith("quickstart-") for name in names)
     return SIMULATED if made else planet_of(str(store.attributes.get("title", "")))

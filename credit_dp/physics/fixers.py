@@ -303,7 +303,7 @@ class Fixers(MovedModule):
         return self.fields_and_corrections(fields, last)[0]
 
     @property
-    def budgets(self) -> int:
+    def num_corrections(self) -> int:
         """Return the number of fixers of budgets, which have corrections."""
         return sum(isinstance(fixer, Budget) for fixer in self.fixers)
 

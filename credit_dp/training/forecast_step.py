@@ -101,7 +101,7 @@ class ForecastStep:
         again in backward.
         """
         step, fill = copy(self), self.fill
-        step.corrections = count = 0 if self.fixers is None else self.fixers.budgets
+        step.corrections = count = 0 if self.fixers is None else self.fixers.num_corrections
         if count and fill is not None:
             step.fill = lambda x: torch.cat([fill(x[:, :-count]), x[:, -count:]], dim=1)
         return step

@@ -10,7 +10,7 @@ skill score.
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, final
 
@@ -86,7 +86,7 @@ def parse_events(events: Mapping[str, Any], units: Mapping[str, str]) -> dict[st
         if not isinstance(texts, list) or not texts:
             raise UserError(f'{KEY}.{name}: needs a list, like [">303.15",">90%"], got {texts}.')
         found = [parse_event(f"{KEY}.{name}", str(text), units[name]) for text in texts]
-        if len({event[1:] for event in map(astuple, found)}) < len(found):
+        if len({(x.above, x.value, x.is_quantile) for x in found}) < len(found):
             raise UserError(f"{KEY}.{name}: has an event twice, {texts}. Leave one out.")
         parsed[name] = found
     return parsed

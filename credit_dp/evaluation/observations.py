@@ -5,7 +5,7 @@ with that of all times at all places.
 """
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import compress
@@ -25,15 +25,12 @@ from credit_dp.data.units import canonical_unit, find_known
 from credit_dp.errors import UserError
 from credit_dp.evaluation.alignment import translate_error_keys
 from credit_dp.evaluation.station_formats import (
+    ARCHIVES,
     ASOS,
     ASOS_MISSING,
-    Archive,
+    archive_files,
     as_variables,
     asos_reports,
-    holds_isd_lite,
-    igra_files,
-    read_igra,
-    read_isd_lite,
 )
 
 if TYPE_CHECKING:
@@ -103,12 +100,9 @@ class Observations:
         if where.lower().endswith(".csv"):
             return _read_csv(where, missing)
         with translate_error_keys("stations"):
-            if not is_remote(where):
-                path = local_path(where)
-                if holds_isd_lite(path):
-                    return _read_archive(where, missing, "ISD-Lite", read_isd_lite)
-                if igra_files(path):
-                    return _read_archive(where, missing, "IGRA", read_igra)
+            archive, files = ("", []) if is_remote(where) else archive_files(local_path(where))
+            if archive:
+                return _read_archive(where, missing, archive, files)
             opened = open_netcdf(where)[0] if is_netcdf(where) else open_zarr_dataset(where)[0]
             with opened:  # or it is closed with the garbage, while other threads use HDF5
                 try:
@@ -356,13 +350,13 @@ def _read_csv(where: str, missing: Sequence[str]) -> Observations:
 
 
 def _read_archive(
-    where: str, missing: Sequence[str], name: str, reader: Callable[[Path], Archive]
+    where: str, missing: Sequence[str], name: str, files: Sequence[Path]
 ) -> Observations:
     if missing:
         raise UserError(
             f"missing: has no effect on {name}, whose missing values are known. Leave it out."
         )
-    read = reader(local_path(where))
+    read = ARCHIVES[name][1](files)
     found = _from_rows(where, STANDARD, read.times, read.table, read.units)
     return replace(found, notes=read.notes)
 

@@ -1,14 +1,14 @@
 """Archives of station reports as they are: ISD-Lite, IGRA's radiosondes, ASOS of Iowa's Mesonet.
 
 Sources: NOAA, "ISD-Lite format documentation", 2006, and the station list `isd-history.csv`
-beside it; NOAA, "IGRA v2.2 Format Description: Sounding Data", 2023; Iowa Environmental Mesonet,
+beside it; NOAA, "Format Description of IGRA 2 Sounding Data Files"; Iowa Environmental Mesonet,
 "ASOS-AWOS-METAR data download".
 """
 
 import re
 import zipfile
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import compress
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, final
@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from credit_dp.data.calendar import STANDARD, Times
 from credit_dp.data.sources.address import reason_of
 from credit_dp.errors import UserError, counted
+from credit_dp.physics.columns import PASCALS
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -86,7 +87,12 @@ IGRA_STATION = slice(1, 12)
 HEADER, STANDARD_LEVEL = b"#", b"1"  # how lines begin
 IGRA_MISSING = (-9999, -8888)  # the latter was removed by IGRA's checks
 SOUNDING = ("station", "latitude", "longitude", "time")
-PASCALS = 100  # in hPa
+# What reading a file of an archive raises; a RuntimeError if it has a password, or is compressed in
+# another way.
+UNREADABLE = (
+    *(OSError, EOFError, ValueError, KeyError, RuntimeError),
+    *(zipfile.BadZipFile, zlib.error),
+)
 IGRA_FILE = re.compile(r"[A-Z]{2}[A-Z0-9]{9}-data(?:-beg\d{4})?\.txt(?:\.zip)?")
 
 
@@ -130,20 +136,9 @@ def asos_reports(texts: "pd.DataFrame") -> "tuple[pd.DataFrame, list[str]]":
     return last.replace(rain), notes if replaced else []
 
 
-def holds_isd_lite(folder: Path) -> bool:
-    """Whether a folder has files of ISD-Lite."""
-    return folder.is_dir() and any(ISD_FILE.fullmatch(path.name) for path in folder.iterdir())
-
-
-def igra_files(path: Path) -> list[Path]:
-    """Return the files of IGRA in a folder, or the path itself if it is one."""
-    paths = sorted(path.iterdir()) if path.is_dir() else [path]
-    return [path for path in paths if IGRA_FILE.fullmatch(path.name)]
-
-
 @final
 class Archive(NamedTuple):
-    """The reports in a folder of an archive.
+    """The reports in files of an archive.
 
     Attributes:
         table: a row for each report: its station, with its place, and the variables of `units`.
@@ -156,16 +151,16 @@ class Archive(NamedTuple):
     notes: list[str]
 
 
-def read_isd_lite(folder: Path) -> Archive:
-    """Read all files of ISD-Lite in a folder, with the places of the stations in `ISD_HISTORY`.
+def read_isd_lite(files: Sequence[Path]) -> Archive:
+    """Read files of ISD-Lite, with the places of the stations in `ISD_HISTORY` beside them.
 
     Raises:
         UserError: one can't be read, or no station has a place.
     """
     import pandas as pd
 
-    history = _read_history(folder / ISD_HISTORY)
-    files = sorted(path for path in folder.iterdir() if ISD_FILE.fullmatch(path.name))
+    places_file = files[0].parent / ISD_HISTORY
+    history = _read_history(places_file)
     tables = []
     for path in files:
         station = path.name[:12]
@@ -173,7 +168,7 @@ def read_isd_lite(folder: Path) -> Archive:
             tables.append(_read_isd_file(path).assign(station=station))
     if not tables:
         raise UserError(
-            f"{folder / ISD_HISTORY}: needs latitude and longitude of the stations of the files "
+            f"{places_file}: needs latitude and longitude of the stations of the files "
             f"beside it, such as {files[0].name[:12]}, but has those of none. Change stations."
         )
     table = pd.concat(tables, ignore_index=True)
@@ -231,7 +226,7 @@ def _read_isd_file(path: Path) -> "pd.DataFrame":
             raise ValueError(f"{len(table.columns)} columns")
         table = table.set_axis(names, axis=1)
         pd.to_datetime(table[[*ISD_DATE]])  # refuses dates that there are not
-    except (OSError, EOFError, ValueError, zlib.error) as error:
+    except UNREADABLE as error:
         raise UserError(
             f"{path}: needs rows of {len(names)} whole numbers, as ISD-Lite has, but it can't be "
             f"read ({reason_of(error)}). Remove it, or change stations."
@@ -243,8 +238,8 @@ def _read_isd_file(path: Path) -> "pd.DataFrame":
     return pd.concat([table[[*ISD_DATE]], values], axis=1)[values.notna().any(axis=1)]
 
 
-def read_igra(path: Path) -> Archive:
-    """Read the standard pressure levels of soundings in a file of IGRA or a folder of them.
+def read_igra(files: Sequence[Path]) -> Archive:
+    """Read the standard pressure levels of soundings in files of IGRA.
 
     They are at the nominal hour. A variable on 500 hPa is called `temperature_500`. Elevations are
     left out, as no variable on a level is corrected for them.
@@ -254,11 +249,11 @@ def read_igra(path: Path) -> Archive:
     """
     import pandas as pd
 
-    tables, units, left_out = zip(*map(_read_igra_file, igra_files(path)), strict=True)
+    tables, units, left_out = zip(*map(_read_igra_file, files), strict=True)
     table = pd.concat(tables, ignore_index=True)
     if table.empty:
         raise UserError(
-            f"{path}: needs soundings with an hour, a place and values on standard pressure "
+            f"{files[0]}: needs soundings with an hour, a place and values on standard pressure "
             "levels, but there is none. Change stations."
         )
     unknown = sum(left_out)
@@ -295,17 +290,14 @@ def _read_igra_file(path: Path) -> "tuple[pd.DataFrame, dict[str, str], int]":
         numbers = numbers.mask(numbers.isin(IGRA_MISSING))
         values, units = as_variables({name: numbers[name].to_numpy() for name in IGRA}, IGRA)
         rows = soundings[[*SOUNDING]].iloc[of_level].reset_index(drop=True)
-        rows = rows.assign(level=levels["PRESS"] // PASCALS, **values)
+        rows = rows.assign(level=(levels["PRESS"] / PASCALS).astype(int), **values)
         rows = rows[is_known.to_numpy()[of_level] & numbers.notna().any(axis=1)]
         twice = rows[rows.duplicated([*SOUNDING, "level"])]
-        for row in twice.itertuples():
-            raise ValueError(f"{row.station} has {row.level} hPa twice at {row.time}")
+        if len(twice):
+            row = twice.iloc[0]
+            raise ValueError(f"{row['station']} has {row['level']} hPa twice at {row['time']}")
         table = rows.set_index([*SOUNDING, "level"]).unstack("level")
-    # A RuntimeError comes from an archive with a password, or compressed in another way.
-    except (
-        *(OSError, EOFError, ValueError, KeyError, RuntimeError),
-        *(zipfile.BadZipFile, zlib.error),
-    ) as error:
+    except UNREADABLE as error:
         raise UserError(
             f"{path}: needs soundings in IGRA's format, but it can't be read "
             f"({reason_of(error)}). Remove it, or change stations."
@@ -321,3 +313,23 @@ def _fixed_columns(lines: Sequence[bytes], columns: Mapping[str, slice]) -> "pd.
 
     texts = {name: np.array([x[part] for x in lines], bytes) for name, part in columns.items()}
     return pd.DataFrame({name: column.astype(np.int64) for name, column in texts.items()})
+
+
+# How the files of an archive are called, and what reads them.
+ARCHIVES: Mapping[str, tuple[re.Pattern[str], Callable[[Sequence[Path]], Archive]]] = {
+    "ISD-Lite": (ISD_FILE, read_isd_lite),
+    "IGRA": (IGRA_FILE, read_igra),
+}
+
+
+def archive_files(path: Path) -> tuple[str, list[Path]]:
+    """Return the name of the archive whose file a path is, or has in its folder, and these files.
+
+    Empty if there are none.
+    """
+    paths = sorted(path.iterdir()) if path.is_dir() else [path]
+    for name, (pattern, _) in ARCHIVES.items():
+        files = [file for file in paths if pattern.fullmatch(file.name)]
+        if files:
+            return name, files
+    return "", []

@@ -149,6 +149,16 @@ def score_stations(
         for name in pairs
     }
     is_scored = {name: np.zeros(len(observations.times), bool) for name in pairs}
+
+    def unobserved(what: str, cure: str) -> UserError:
+        text = forecast.calendar.text
+        return UserError(
+            f"{stored.where}: has no observation of {what} at a time of the forecasts, "
+            f"{text(times[0])} to {text(times[-1] + spans[-1])}; it has reports from "
+            f"{text(given.times[0])} to {text(given.times[-1])}. Change stations, dates, "
+            f"tolerance, {cure}."
+        )
+
     for done, column in enumerate(columns):
         name, values = column.name, observations.values[column.name]
         variable, level = column.channel.variable, column.channel.level
@@ -175,19 +185,10 @@ def score_stations(
                 is_scored[name][rows] |= scored
         report("scoring", (done + 1) / len(pairs))
         # Few balloons reach the highest levels, which may be scored without any observation.
-        on_level = _meaning(variable, level)[1] is not None
-        is_empty = not any(x.any() for x in is_scored.values())
-        if not (is_scored[name].any() or on_level) or (column is columns[-1] and is_empty):
-            text = forecast.calendar.text
-            what, cure = f"{column.stored_name}", "or leave it out of variables"
-            if on_level:
-                what, cure = "what is scored", "levels or variables"
-            raise UserError(
-                f"{stored.where}: has no observation of {what} at a time of the forecasts, "
-                f"{text(times[0])} to {text(times[-1] + spans[-1])}; it has reports from "
-                f"{text(given.times[0])} to {text(given.times[-1])}. Change stations, dates, "
-                f"tolerance, {cure}."
-            )
+        if not is_scored[name].any() and _meaning(variable, level)[1] is None:
+            raise unobserved(column.stored_name, "or leave it out of variables")
+    if not any(rows.any() for rows in is_scored.values()):
+        raise unobserved("what is scored", "levels or variables")
     coverage, notes = _describe_coverage(
         given, stored, observations, pairs, is_scored, valid, tolerance
     )
@@ -564,8 +565,8 @@ def _observed_channels(
     pairs = {}
     for channel in channels:
         # Heights of levels in m are converted to geopotential, and need no names of their own.
-        is_height = HEIGHT in (channel.variable, forecast.variables[channel.variable].standard_name)
-        variable = "geopotential" if is_height else channel.variable
+        is_height = forecast.variables[channel.variable].standard_name == HEIGHT
+        variable = HEIGHT if is_height else channel.variable
         meanings = (channel.name, None), _meaning(variable, channel.level)
         other = next((observed[x] for x in meanings if x in observed), None)
         is_wanted = not request.variables or channel.variable in request.variables

@@ -304,7 +304,7 @@ class WrittenFields(nn.Module):
         named: finds channels; `check_written` has checked that all channels are there.
         diagnostics: names of fields to add, keys of `NEEDS`.
         pressure_levels: in hPa, to which variables on model levels are interpolated; empty: none.
-        corrections: names of those that the fields have.
+        corrections: names of the corrections at the end of the fields.
     """
 
     def __init__(

@@ -194,17 +194,20 @@ def temporary_folder() -> Iterator[Path]:
     """Yield a new folder in that for temporary files, and remove it after the block.
 
     Its path is short enough for sockets. It is locked meanwhile. If the process is killed,
-    `remove_abandoned_folders` removes it later.
+    `remove_abandoned_folders` removes it later. A forked process, which drops what its parent
+    holds, doesn't remove it.
 
     Raises:
         OSError: it can't be created.
     """
-    root = _temporary_root()
-    with (
-        tempfile.TemporaryDirectory(prefix=_prefix(), dir=root, ignore_cleanup_errors=True) as name,
-        locked_folder(Path(name)),
-    ):
-        yield Path(name)
+    creator = os.getpid()
+    folder = Path(tempfile.mkdtemp(prefix=_prefix(), dir=_temporary_root()))
+    try:
+        with locked_folder(folder):
+            yield folder
+    finally:
+        if os.getpid() == creator:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextlib.contextmanager

@@ -221,6 +221,18 @@ def test_only_temporary_folders_of_killed_processes_are_swept(
     assert names(tmp_path) == {young.name, link.name}
 
 
+def test_a_forked_process_keeps_the_temporary_folder_of_its_parent() -> None:
+    held = [temporary_folder()]
+    folder = held[0].__enter__()
+    process = multiprocessing.get_context("fork").Process(target=held.clear)
+    process.start()
+    process.join(60)
+    assert process.exitcode == 0
+    assert folder.is_dir()
+    held.clear()
+    assert not folder.exists()
+
+
 def test_a_socket_fits_into_a_temporary_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,6 +17,7 @@ import sys
 import traceback
 from pathlib import Path
 from threading import current_thread, local
+from typing import NoReturn
 
 import torch
 import torch.distributed.checkpoint
@@ -55,6 +56,16 @@ class OpenFiles:
         self.most = max(self.most, now + (self.PIPE - 1 if event == "subprocess.Popen" else 0))
         if event == "open" and re.search(r"\.zarr/.*/c/", str(arguments[0])):
             self.readers.add(current_thread().name)
+
+    def report_at_exit(self, path: Path) -> None:
+        """Write what was counted when the process ends; a rank ends itself by `os._exit`."""
+        exit_now = os._exit
+
+        def report(code: int) -> NoReturn:
+            path.write_text(json.dumps([self.most, *sorted(self.readers)]))
+            exit_now(code)
+
+        os._exit = report
 
 
 def run_rank(rank: int, size: int, per_node: int, port: int, program: list[str]) -> int:
@@ -103,15 +114,13 @@ def main(size: int, per_node: int, program: list[str]) -> None:
         pid = os.fork()
         if not pid:
             code = 1
-            files = OpenFiles() if "FILES_SEEN" in os.environ else None
+            if "FILES_SEEN" in os.environ:
+                OpenFiles().report_at_exit(Path(os.environ["FILES_SEEN"], str(rank)))
             try:
                 code = run_rank(rank, size, per_node, port, program)
             finally:
                 if sys.exc_info()[0] is not None:
                     traceback.print_exc()  # which _exit does not
-                if files is not None:
-                    seen = [files.most, *sorted(files.readers)]
-                    Path(os.environ["FILES_SEEN"], str(rank)).write_text(json.dumps(seen))
                 sys.stdout.flush()
                 sys.stderr.flush()
                 os._exit(code)

@@ -194,7 +194,7 @@ def evaluate(arguments: Sequence[str], program: str) -> int:
             lines = [*station_lines(at_stations), "", f"{folder.out / 'stations.html'}"]
         else:
             with screen.report() as report, collect_data_notes() as notes:
-                card = score(request, forecast, report)
+                card = score(request, forecast, report, folder.temporary)
             folder.write(card)
             lines = [f"note: {note}" for note in notes]
             lines += [*summary_lines(card), f"{folder.out / 'scorecard.html'}"]

@@ -556,12 +556,13 @@ def event_score(name: str) -> EventScore:
 @final
 @dataclass(frozen=True)
 class EventResult:
-    """The counts of one event of one channel at each initial time.
+    """The counts of one event of one channel: of all initial times, or of each.
 
     Attributes:
-        counts: by region: weights, `(sources, times, leads, M + 1, 2)`; see `EventScore`.
+        counts: by region: weights, `(sources, leads, M + 1, 2)`, see `EventScore`; of each initial
+            time `(sources, times, leads, M + 1, 2)`.
         fractions: by region: mean squared difference of the fractions, and the sum of their mean
-            squares, at each of the distances, `(sources, times, leads, D, 2)`.
+            squares, at each of the distances, `(sources, leads, D, 2)`; of each initial time so.
         distances: in km.
     """
 
@@ -581,15 +582,14 @@ class EventResult:
 
         Those are of the globe; NaN where a probability was never forecast.
         """
-        counts = self.counts[GLOBAL][0, :, lead].sum(axis=0)
+        counts = self.counts[GLOBAL][0, lead]
         cases = counts.sum(axis=-1)
         frequency = np.divide(counts[:, 1], cases, out=np.full_like(cases, np.nan), where=cases > 0)
         return np.linspace(0, 1, len(counts)), cases / cases.sum(), frequency
 
     def scores(self, region: str) -> dict[str, Array]:
         """Return all scores in a region by name, `(sources, leads)` each; NaN if undefined."""
-        counts, fractions = (x[region].sum(axis=1) for x in (self.counts, self.fractions))
-        return event_scores(counts, fractions, self.distances)
+        return event_scores(self.counts[region], self.fractions[region], self.distances)
 
 
 def event_scores(counts: Array, fractions: Array, distances: Sequence[float]) -> dict[str, Array]:

@@ -2,14 +2,18 @@
 
 Runs in one process. `align` opens the stores, `read_blocks` yields forecasts with truth and
 climatology, `Scorer` sums the scores of `metric_table` over the globe and each region, and the
-spectra and rank histograms of each variable. Memory is bounded by one block's window and the sums.
+spectra and rank histograms of each variable. Memory is bounded by one block's window and the sums;
+what each initial time has to the scores is in a file.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass
+from io import FileIO
+from itertools import accumulate
+from pathlib import Path
 from typing import final
 
 import numpy as np
@@ -71,7 +75,6 @@ from credit_dp.evaluation.metrics import (
     AreaMean,
     ErrorMapAccumulator,
     FairCRPS,
-    Index,
     MeanAccumulator,
     PowerSpectra,
     RankHistogram,
@@ -80,7 +83,8 @@ from credit_dp.evaluation.metrics import (
     region_wavelength,
     weighted_sums,
 )
-from credit_dp.evaluation.scorecard import Array, Scorecard, headline_indices
+from credit_dp.evaluation.scorecard import Array, DateScores, Scorecard, headline_indices
+from credit_dp.evaluation.scores_by_date import DateFile, temporary_file
 from credit_dp.evaluation.seeps import SeepsClimate, open_seeps
 
 MAP_COUNT = 3  # channels with a map
@@ -90,8 +94,16 @@ STEP_BYTES = 4 * 2**20  # float64 fields scored at once; more would not stay in 
 SMALL_GRID_POINTS = 2**17  # grids up to this size are scored on one thread
 
 
-def score(request: ScoreRequest, forecast: ForecastStore, report: ProgressCallback) -> Scorecard:
+def score(
+    request: ScoreRequest,
+    forecast: ForecastStore,
+    report: ProgressCallback,
+    folder: Path | None = None,
+) -> Scorecard:
     """Score a forecast store.
+
+    Args:
+        folder: for a temporary file with what each initial time has to the scores.
 
     Raises:
         UserError: a store is invalid or does not fit the others, or a value is missing.
@@ -99,7 +111,7 @@ def score(request: ScoreRequest, forecast: ForecastStore, report: ProgressCallba
     aligned = align(request, forecast, report)
     num_channels = aligned.truth.channels.num_outputs
     total = len(aligned.initial_indices) * len(aligned.lead_indices) * num_channels
-    scorer = Scorer(aligned, request, report)
+    scorer = Scorer(aligned, request, report, lambda: temporary_file(folder))
     done = 0
     with limit_threads(aligned.truth.grid):
         for block in read_blocks(aligned, scorer.valid):
@@ -243,11 +255,10 @@ def to_indexer(indices: NDArray[np.intp]) -> Indexer:
 class VariableScores:
     """Accumulates all scores, spectra and the rank histogram of the C levels of a variable.
 
-    The forecast's spectra are those of its members, as in WeatherBench 2. Of each initial time the
-    means over the globe and each region are kept.
+    The forecast's spectra are those of its members, as in WeatherBench 2.
 
     Args:
-        sizes: number of initial times, of lead times and of channels.
+        shape: number of lead times and of channels.
         regions: the points of the globe and of each region, by name; the globe is the first.
         neighbourhoods: sums whose means are scored, by the name of the metric.
         points: points with values; None: all points have values.
@@ -256,7 +267,7 @@ class VariableScores:
 
     def __init__(
         self,
-        sizes: tuple[int, int, int],
+        shape: tuple[int, int],
         members: int,
         truth: Store,
         regions: Mapping[str, RegionPoints],
@@ -264,7 +275,7 @@ class VariableScores:
         points: ValidPoints | None,
         seeps_points: Tensor | None = None,
     ) -> None:
-        shape = (sizes[1], sizes[2])
+        self._channels = shape[1]
         metrics = [metric for metric in METRICS.values() if members > 1 or not metric.ensemble]
         self._regions = regions
         self._scores: dict[str, ScoreSums] = {}
@@ -273,8 +284,9 @@ class VariableScores:
         self._points = points
         valid = None if points is None else points.valid
         self._area_means = {name: AreaMeans(sums, valid) for name, sums in neighbourhoods.items()}
-        # By region and metric: the means of each initial time, `(sources, times, leads, C)`.
-        self._means: dict[str, dict[str, Tensor]] = {}
+        others = {*self._area_means} | ({"seeps"} if seeps_points is not None else set())
+        # Those with means of each initial time.
+        self._metrics = [m for m in metrics if m.accumulator is not None or m.name in others]
         for name, region in regions.items():
             inside = None if points is None else ValidPoints(region.select(points.valid))
             # Sums of one initial time, which `end_initial_time` takes before the next.
@@ -289,11 +301,6 @@ class VariableScores:
                 self._others[name]["seeps"] = AreaMean(
                     (len(SOURCES), *shape), region.weights, scored
                 )
-            self._means[name] = {
-                metric.name: empty_means(len(metric.sources), sizes)
-                for metric in metrics
-                if metric.accumulator is not None or metric.name in self._others[name]
-            }
         self._spectra_sources = ENSEMBLE_SPECTRA_SOURCES if members > 1 else SPECTRA_SOURCES
         powers = (len(self._spectra_sources), *shape)
         self._spectra: PowerSpectra
@@ -339,34 +346,48 @@ class VariableScores:
         for name, region in self._regions.items():
             self._others[name]["seeps"].add((source, leads), region.select(scores)[None])
 
-    def end_initial_time(self, time: int, leads: slice, manager: DomainParallelManager) -> None:
-        """Complete these lead times of the initial time with this index; collective."""
+    def end_initial_time(self, leads: slice, manager: DomainParallelManager) -> Tensor:
+        """Return the means at these lead times, `(leads, N)` as for `means`; collective."""
+        rows = []
         for region, sums in self._scores.items():
             means = sums.take_means(manager, leads)
             index = (slice(None), leads)
             for name, other in self._others[region].items():
                 means[name] = other.mean(manager, index)
                 other.clear(index)
-            for name, mean in means.items():
-                self._means[region][name][:, time, leads] = mean
+            rows += [means[metric.name] for metric in self._metrics]
+        return torch.cat(rows).transpose(0, 1).flatten(1)
+
+    @property
+    def num_means(self) -> int:
+        """Return the number of means that each initial and lead time has."""
+        sources = sum(len(metric.sources) for metric in self._metrics)
+        return len(self._regions) * sources * self._channels
+
+    def means(self, values: Tensor) -> dict[str, dict[str, Tensor]]:
+        """Return means `(..., N)` by region and metric, `(sources, ..., C)` each."""
+        rows = values.reshape(*values.shape[:-1], -1, self._channels).movedim(-2, 0)
+        names = [metric.name for metric in self._metrics]
+        counts = [len(metric.sources) for metric in self._metrics]
+        return {
+            region: dict(zip(names, torch.split(part, counts), strict=True))
+            for region, part in zip(self._regions, rows.chunk(len(self._regions)), strict=True)
+        }
 
     def sums(self) -> list[Tensor]:
         """Return the tensors that all initial times are added to."""
         ranks = [] if self._ranks is None else [self._ranks.sums]
         return [self._spectra.sums, self._spectra.weights, *ranks]
 
-    def means(self) -> list[Tensor]:
-        """Return the means of each initial time, `(sources, times, leads, C)` each."""
-        return [mean for by_name in self._means.values() for mean in by_name.values()]
-
-    def result(self, manager: DomainParallelManager) -> "VariableResult":
-        """Return the scores; collective."""
-        scores = {}
-        for region, sums in self._scores.items():
-            means = {name: by_time.mean(dim=1) for name, by_time in self._means[region].items()}
-            scores[region] = {**means, **sums.finish(means)}
+    def result(self, means: Tensor, manager: DomainParallelManager) -> "VariableResult":
+        """Return the scores, from means over all initial times, `(leads, N)`; collective."""
+        by_region = self.means(means)
+        scores = {
+            region: {**by_region[region], **sums.finish(by_region[region])}
+            for region, sums in self._scores.items()
+        }
         ranks = None if self._ranks is None else self._ranks.result(manager)
-        return VariableResult(scores, self._means, self._spectra.result(manager), ranks)
+        return VariableResult(scores, self._spectra.result(manager), ranks)
 
 
 def neighbourhood_sums(grid: Grid, members: int) -> dict[str, NeighbourhoodSums]:
@@ -384,22 +405,11 @@ def neighbourhood_sums(grid: Grid, members: int) -> dict[str, NeighbourhoodSums]
     }
 
 
-def empty_means(sources: int, sizes: tuple[int, int, int]) -> Tensor:
-    """Return means of no value yet, `(sources, times, leads, C)`."""
-    return torch.full((sources, *sizes), torch.nan, dtype=torch.float64)
-
-
-CHANNELS = 3  # dim of the counts of events
-
-
 @final
 class EventCounts:
     """Counts the events of the C levels of a variable, by how many members forecast them.
 
-    Those of each initial time are kept.
-
     Args:
-        sizes: number of initial times, of lead times and of channels.
         valid: points with values, `(C, H, W)`; None: all points have values.
         quantiles: of each channel, by the index of an event with one.
         neighbourhoods: of the fractions skill score, by distance in km.
@@ -408,7 +418,6 @@ class EventCounts:
     def __init__(
         self,
         events: Sequence[Event],
-        sizes: tuple[int, int, int],
         members: int,
         regions: Mapping[str, RegionPoints],
         valid: Tensor | None,
@@ -421,25 +430,26 @@ class EventCounts:
         self._valid = valid
         self._quantiles = quantiles
         self._neighbourhoods = neighbourhoods
-        counts = (len(EVENT_SOURCES), *sizes, len(events), members + 1, 2)
-        fractions = (len(EVENT_SOURCES), *sizes, len(events), len(neighbourhoods), 2)
-        self._counts = {name: torch.zeros(counts, dtype=torch.float64) for name in regions}
-        self._fractions = {name: torch.zeros(fractions, dtype=torch.float64) for name in regions}
+        # Of each channel; the rows are those of the counts, then those of the fractions.
+        rows = members + 1 + len(neighbourhoods)
+        self._shape = (len(events), len(regions), len(EVENT_SOURCES), rows, 2)
 
-    def counts(self) -> list[Tensor]:
-        """Return the counts of each initial time, `(sources, times, leads, C, ...)` each."""
-        return [*self._counts.values(), *self._fractions.values()]
+    @property
+    def num_sums(self) -> int:
+        """Return the number of sums that each channel has at each initial and lead time."""
+        return math.prod(self._shape)
 
-    def add(
-        self, time: int, leads: slice, channels: slice, fields: StoredFields, times: Times
-    ) -> None:
-        """Add the forecasts from one initial time, at some lead times.
+    def count(self, channels: slice, fields: StoredFields, times: Times) -> Tensor:
+        """Count in the forecasts from one initial time, at some lead times.
 
         Args:
-            time: index of the initial time.
             channels: among those of the variable.
             times: valid times, `(leads,)`.
+
+        Returns:
+            The sums of these channels, `(leads, N)` as for `results`.
         """
+        sums = torch.zeros(*fields.field(TRUTH).shape[:2], *self._shape, dtype=torch.float64)
         for number, event in enumerate(self._events):
             threshold: Tensor | float = event.value
             if number in self._quantiles:
@@ -450,53 +460,58 @@ class EventCounts:
             for source, name in enumerate(EVENT_SOURCES):
                 members = event.occurs(fields.members(name)[0], threshold)
                 count = members.sum(dim=0) * self._members // len(members)
-                index = (source, time, leads, channels, number)
-                self._add_counts(index, count, observed)
+                part = sums[:, :, number, :, source]
+                self._put_counts(part[..., : self._members + 1, :], channels, count, observed)
                 for distance, (km, truth) in enumerate(near.items()):
                     share = count.double() / self._members
                     forecast = self._neighbourhoods[km].mean(share, channels)
                     errors = (forecast - truth).square(), forecast.square() + truth.square()
                     for kind, values in enumerate(errors):
-                        self._add_fractions((*index, distance, kind), values)
+                        row = self._members + 1 + distance
+                        self._put_means(part[..., row, kind], channels, values)
+        return sums.flatten(1)
 
-    def _add_counts(self, index: Index, count: Tensor, observed: Tensor) -> None:
-        """Add weights of `(leads, C, H, W)` by number of members and by what was observed."""
-        leads, channels = count.shape[:2]
+    def _put_counts(self, out: Tensor, channels: slice, count: Tensor, observed: Tensor) -> None:
+        """Put weights of `(leads, C, H, W)` by number of members and by what was observed.
+
+        Args:
+            out: `(leads, C, regions, M + 1, 2)`.
+        """
+        shape = count.shape[:2]
         kinds = 2 * (self._members + 1)
-        place = torch.arange(leads * channels).reshape(leads, channels, 1, 1)
+        place = torch.arange(shape.numel()).reshape(*shape, 1, 1)
         cells = place * kinds + 2 * count + observed
-        for name, region in self._regions.items():
+        for number, region in enumerate(self._regions.values()):
             selected = region.select(cells)
             weights = region.weights.reshape(len(region.weights), -1).expand(selected.shape)
             if self._valid is not None:
-                weights = weights * region.select(self._valid[index[CHANNELS]])
+                weights = weights * region.select(self._valid[channels])
             sums = torch.bincount(
-                selected.flatten(), weights.flatten(), minlength=leads * channels * kinds
+                selected.flatten(), weights.flatten(), minlength=shape.numel() * kinds
             )
-            shape = (leads, channels, self._members + 1, 2)
-            self._counts[name][index] += sums.reshape(shape)
+            out[:, :, number] = sums.reshape(*shape, self._members + 1, 2)
 
-    def _add_fractions(self, index: Index, values: Tensor) -> None:
+    def _put_means(self, out: Tensor, channels: slice, values: Tensor) -> None:
+        """Put means of `(leads, C, H, W)` over each region into `(leads, C, regions)`."""
         if self._valid is not None:
-            values = torch.where(self._valid[index[CHANNELS]], values, 0)
-        for name, region in self._regions.items():
-            self._fractions[name][index] += weighted_sums(
-                region.select(values), region.weights, None
-            )
+            values = torch.where(self._valid[channels], values, 0)
+        for number, region in enumerate(self._regions.values()):
+            out[..., number] = weighted_sums(region.select(values), region.weights, None)
 
-    def result(self, channels: Sequence[Channel]) -> list[EventResult]:
-        """Return the counts of each channel and event."""
-        return [
-            EventResult(
-                channel,
-                event.text,
-                {name: x[:, :, :, c, number].numpy() for name, x in self._counts.items()},
-                {name: x[:, :, :, c, number].numpy() for name, x in self._fractions.items()},
-                tuple(self._neighbourhoods),
-            )
-            for c, channel in enumerate(channels)
-            for number, event in enumerate(self._events)
-        ]
+    def results(self, sums: Tensor, channels: Sequence[Channel]) -> list[EventResult]:
+        """Return the counts of each channel and event, from sums `(..., C * num_sums)`."""
+        by_channel = sums.reshape(*sums.shape[:-1], len(channels), *self._shape)
+        counted = self._members + 1
+        results = []
+        for c, channel in enumerate(channels):
+            for number, event in enumerate(self._events):
+                rows = by_channel[..., c, number, :, :, :, :].movedim(-3, 0).numpy()
+                by_region = {name: rows[..., r, :, :] for r, name in enumerate(self._regions)}
+                counts = {name: x[..., :counted, :] for name, x in by_region.items()}
+                fractions = {name: x[..., counted:, :] for name, x in by_region.items()}
+                distances = tuple(self._neighbourhoods)
+                results.append(EventResult(channel, event.text, counts, fractions, distances))
+        return results
 
 
 @final
@@ -506,14 +521,12 @@ class VariableResult:
 
     Attributes:
         scores: by region and metric, `(sources, leads, C)`; SEEPS only of precipitation.
-        means: the same of each initial time, before any root: `(sources, times, leads, C)`.
         spectra: of `SPECTRA_SOURCES`, of ensembles of `ENSEMBLE_SPECTRA_SOURCES`, `(sources, leads,
             C, K, N)`, see `PowerSpectra`.
         ranks: frequencies of the truth's ranks, `(leads, C, M + 1)`; None without an ensemble.
     """
 
     scores: Mapping[str, Mapping[str, Tensor]]
-    means: Mapping[str, Mapping[str, Tensor]]
     spectra: Tensor
     ranks: Tensor | None
 
@@ -522,12 +535,19 @@ class VariableResult:
 class Scorer:
     """Adds forecasts block by block to the scores of their variables.
 
+    Args:
+        open_file: opens an empty file for what each initial time has to the scores.
+
     Raises:
         UserError: a region has no point, or a field can't be read.
     """
 
     def __init__(
-        self, aligned: AlignedForecast, request: ScoreRequest, report: ProgressCallback
+        self,
+        aligned: AlignedForecast,
+        request: ScoreRequest,
+        report: ProgressCallback,
+        open_file: Callable[[], FileIO],
     ) -> None:
         self._aligned = aligned
         self._manager = DomainParallelManager(1, 1)  # one rank: the metrics' sums stay local
@@ -553,14 +573,26 @@ class Scorer:
                 part = slice(first, min(first + count, span.stop))
                 valid = None if self.valid is None else self.valid[part]
                 points = ValidPoints.of(valid, regions[GLOBAL].weights)
-                sizes = (len(self._times), leads, part.stop - part.start)
+                shape = (leads, part.stop - part.start)
                 members = aligned.forecast.members
                 scores = VariableScores(
-                    sizes, members, truth, regions, neighbourhoods, points, seeps_points
+                    shape, members, truth, regions, neighbourhoods, points, seeps_points
                 )
                 within = slice(part.start - span.start, part.stop - span.start)
                 self._scores[name].append((within, scores))
         self._events = self._open_events(request, regions, report)
+        # What an initial and lead time has to the scores: the columns of each part of it.
+        sizes: dict[VariableScores | EventCounts, int] = {
+            scores: scores.num_means for parts in self._scores.values() for _, scores in parts
+        }
+        for name, events in self._events.items():
+            sizes[events] = len(channels[variable_slices(channels)[name]]) * events.num_sums
+        stops = list(accumulate(sizes.values()))
+        self._columns = {
+            part: slice(stop - size, stop)
+            for (part, size), stop in zip(sizes.items(), stops, strict=True)
+        }
+        self.dates = DateFile((len(self._times), leads, stops[-1]), open_file)
         hours = np.array(aligned.hours)
         lead = int(np.abs(hours - MAP_HOURS).argmin())
         shown = headline_indices(channels)[:MAP_COUNT]
@@ -605,12 +637,11 @@ class Scorer:
                     if event.is_quantile
                 }
             count = span.stop - span.start
-            sizes = (len(self._times), len(self._lead_times), count)
             valid = None if self.valid is None else torch.from_numpy(self.valid[span])
             points = torch.ones(count, *truth.grid).bool() if valid is None else valid
             near = {km: Neighbourhoods(truth.grid, km, points) for km in request.fss}
             members = self._aligned.forecast.members
-            counts[name] = EventCounts(events, sizes, members, regions, valid, quantiles, near)
+            counts[name] = EventCounts(events, members, regions, valid, quantiles, near)
         return counts
 
     def add(self, block: Block) -> None:
@@ -633,10 +664,15 @@ class Scorer:
                 if block.variable in self._seeps:
                     self._add_seeps(block, scored, scores, fields)
                 if block.variable in self._events:
-                    times = block.initial_time + self._lead_times[scored]
-                    self._events[block.variable].add(time, scored, channels, fields, times)
+                    events = self._events[block.variable]
+                    sums = events.count(
+                        channels, fields, block.initial_time + self._lead_times[scored]
+                    )
+                    first_column = self._columns[events].start + channels.start * events.num_sums
+                    self.dates.write(time, scored, first_column, sums.numpy())
                 # A block has one initial time, so that these lead times are complete.
-                scores.end_initial_time(time, scored, self._manager)
+                means = scores.end_initial_time(scored, self._manager)
+                self.dates.write(time, scored, self._columns[scores].start, means.numpy())
         self._maps.add(block.leads, block.channels.start, block.forecast, block.truth)
 
     def _add_seeps(
@@ -649,42 +685,71 @@ class Scorer:
             values = climate.score(fields.field(source).numpy(), truth, heavy_from)
             scores.add_seeps(index, leads, torch.from_numpy(values))
 
-    def state(self, done: NDArray[np.bool_]) -> dict[str, NDArray[np.float64]]:
-        """Return all that was added, of which `done`, `(times, leads)`, says what it was."""
-        sums, means = self._arrays()
-        named = {f"sum{number}": array for number, array in enumerate(sums)}
-        return named | {f"mean{number}": array[:, done] for number, array in enumerate(means)}
+    def state(self) -> dict[str, NDArray[np.float64]]:
+        """Return the sums over all that was added."""
+        return {f"sum{number}": array for number, array in enumerate(self._sums())}
 
-    def add_state(self, done: NDArray[np.bool_], state: Mapping[str, NDArray[np.float64]]) -> None:
-        """Add what another one has returned as `state`."""
-        sums, means = self._arrays()
-        for number, array in enumerate(sums):
+    def add_state(
+        self, state: Mapping[str, NDArray[np.float64]], dates: FileIO, done: NDArray[np.bool_]
+    ) -> None:
+        """Add the `state` of another scorer.
+
+        Args:
+            dates: its file with what each initial time has to the scores.
+            done: the initial and lead times that it has scored, `(times, leads)`.
+        """
+        for number, array in enumerate(self._sums()):
             array += state[f"sum{number}"]
-        for number, array in enumerate(means):
-            array[:, done] = state[f"mean{number}"]
+        self.dates.copy(dates, done)
 
-    def _arrays(self) -> tuple[list[NDArray[np.float64]], list[NDArray[np.float64]]]:
+    def _sums(self) -> list[NDArray[np.float64]]:
         scores = [scores for parts in self._scores.values() for _, scores in parts]
         sums = [tensor.numpy() for each in scores for tensor in each.sums()]
-        means = [tensor.numpy() for each in scores for tensor in each.means()]
-        means += [tensor.numpy() for each in self._events.values() for tensor in each.counts()]
-        return [*sums, *self._maps.sums()], means
+        return [*sums, *self._maps.sums()]
+
+    def by_date(self) -> Iterator[DateScores]:
+        """Yield what each initial time has to the scores, some initial times after others."""
+        channels = self._aligned.truth.channels.output_channels
+        for times, values in self.dates.read():
+            by_part = self._split(values)
+            parts = [x.means(by_part[x]) for part in self._scores.values() for _, x in part]
+            means = {
+                region: join_scores(channels, [part[region] for part in parts], square=True)
+                for region in parts[0]
+            }
+            yield DateScores(times, means, self._event_results(by_part))
+
+    def _split(self, values: NDArray[np.float64]) -> dict["VariableScores | EventCounts", Tensor]:
+        by_column = torch.from_numpy(values)
+        return {part: by_column[..., columns] for part, columns in self._columns.items()}
+
+    def _event_results(
+        self, by_part: Mapping["VariableScores | EventCounts", Tensor]
+    ) -> tuple[EventResult, ...]:
+        channels = self._aligned.truth.channels.output_channels
+        return tuple(
+            result
+            for name, events in self._events.items()
+            for result in events.results(by_part[events], channels[variable_slices(channels)[name]])
+        )
 
     def result(self, request: ScoreRequest) -> Scorecard:
         """Return the scorecard of all forecasts that were added."""
         aligned = self._aligned
         truth = aligned.truth
+        total = np.zeros(self.dates.shape[1:])
+        for _, values in self.dates.read():
+            total += values.sum(axis=0)
+        sums, means = self._split(total), self._split(total / len(self._times))
         results = [
-            scores.result(self._manager) for parts in self._scores.values() for _, scores in parts
+            scores.result(means[scores], self._manager)
+            for parts in self._scores.values()
+            for _, scores in parts
         ]
         channels = truth.channels.output_channels
         regions = {
             region: join_scores(channels, [one.scores[region] for one in results])
             for region in results[0].scores
-        }
-        means = {
-            region: join_scores(channels, [one.means[region] for one in results], square=True)
-            for region in results[0].means
         }
         ranks = [one.ranks for one in results if one.ranks is not None]
         wavelength = region_wavelength(truth.grid, truth.config.boundary)
@@ -709,14 +774,10 @@ class Scorer:
             maps=tuple(self._maps.result()),
             regions=regions,
             times=self._times,
-            means=means,
+            by_date=self.by_date,
             calendar=aligned.forecast.calendar,
             rank_histograms=torch.cat(ranks, dim=1).numpy() if ranks else None,
-            events=tuple(
-                result
-                for name, counts in self._events.items()
-                for result in counts.result(channels[variable_slices(channels)[name]])
-            ),
+            events=self._event_results(sums),
             boundary=truth.config.boundary,
             wavelength=wavelength,
         )

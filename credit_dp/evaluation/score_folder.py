@@ -462,6 +462,9 @@ class ScoreFolder:
     The temporary folder is created before anything is scored, so that a path that can't be written
     is reported at once.
 
+    Attributes:
+        temporary: the folder until then.
+
     Raises:
         UserError: the folder exists already, or can't be created.
     """
@@ -477,9 +480,9 @@ class ScoreFolder:
                 )
             remove_abandoned_folders(out)
             # Next to `out`, because a rename is atomic only within one file system.
-            self._temporary = temporary_path(out, unique=True)
+            self.temporary = temporary_path(out, unique=True)
             self._created_parents = [path for path in out.parents if not path.exists()]
-            self._temporary.mkdir(parents=True)
+            self.temporary.mkdir(parents=True)
         except OSError as error:
             self._remove_created()
             raise UserError(f"{out}: can't be created ({error.strerror}). Change out.") from error
@@ -488,11 +491,11 @@ class ScoreFolder:
     def cleanup_on_failure(self) -> Iterator[None]:
         """Remove temporary files and empty parent folders after the block; success leaves none."""
         try:
-            with locked_folder(self._temporary):
+            with locked_folder(self.temporary):
                 yield
         finally:
             # After success the temporary folder has its final name, and its parents are not empty.
-            shutil.rmtree(self._temporary, ignore_errors=True)
+            shutil.rmtree(self.temporary, ignore_errors=True)
             self._remove_created()
 
     def _remove_created(self) -> None:
@@ -507,7 +510,7 @@ class ScoreFolder:
             UserError: the disk is full.
         """
         try:
-            write_scores_by_date(card, self._temporary)
+            write_scores_by_date(card, self.temporary)
         except OSError as error:
             raise self._write_error(error) from error
         files = {
@@ -533,9 +536,9 @@ class ScoreFolder:
         """
         try:
             for name, text in files.items():
-                (self._temporary / name).write_text(text, encoding="utf-8")
+                (self.temporary / name).write_text(text, encoding="utf-8")
             # Fails if another process has created a folder that is not empty.
-            os.rename(self._temporary, self.out)
+            os.rename(self.temporary, self.out)
         except OSError as error:
             if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
                 raise UserError(

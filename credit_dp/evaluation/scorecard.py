@@ -7,7 +7,7 @@ store. Which scores there are is in `metric_table`.
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import final
 
@@ -277,6 +277,28 @@ NestedScores = dict[str, dict[str, dict[str, dict[str, float | None]]]]
 
 @final
 @dataclass(frozen=True)
+class DateScores:
+    """What some initial times have to the scores.
+
+    Attributes:
+        times: indices of these initial times.
+        means: of the globe and of each region, before any root: by region and name, `(sources,
+            times, leads, C)`.
+        events: the counts of each event and channel.
+    """
+
+    times: slice
+    means: Mapping[str, Mapping[str, Array]]
+    events: tuple[EventResult, ...]
+
+
+def no_dates() -> Iterator[DateScores]:
+    """Yield nothing: of scores that were not computed from forecasts."""
+    yield from ()
+
+
+@final
+@dataclass(frozen=True)
 class Scorecard:
     """All scores of a forecast store.
 
@@ -292,9 +314,9 @@ class Scorecard:
         rank_histograms: how often the truth has each rank among M members, `(leads, C, M + 1)`;
             None without an ensemble.
         times, calendar: the initial times as numbers of their calendar.
-        means: what each initial time has to the scores of the globe and of each region, before
-            any root: by region and name, `(sources, times, leads, C)`.
-        events: the counts of each event and channel.
+        by_date: yields what each initial time has to the scores; it is in a file, as memory would
+            grow with their number.
+        events: the counts of each event and channel, of all initial times.
         boundary: rows and columns at each edge of a region that are not scored.
         wavelength: of wavenumber 1 in the spectra of a region, in metres; None of others.
     """
@@ -316,7 +338,7 @@ class Scorecard:
     rank_histograms: Array | None = None
     times: Times | None = None
     calendar: Calendar = STANDARD
-    means: Mapping[str, Mapping[str, Array]] = field(default_factory=dict)
+    by_date: Callable[[], Iterator[DateScores]] = no_dates
     events: tuple[EventResult, ...] = ()
     boundary: int = 0
     wavelength: float | None = None

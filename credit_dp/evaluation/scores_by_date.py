@@ -12,74 +12,167 @@ other usual one, needs a length of blocks and random numbers.
 Source: Geer 2016, "Significance of changes in medium-range forecast scores", Tellus A 68, 30229.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+import math
+import os
+import weakref
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cached_property
+from io import FileIO
 from pathlib import Path
-from typing import Any, NamedTuple
+from tempfile import TemporaryFile
+from typing import Any, NamedTuple, final
 
 import numpy as np
 import xarray as xr
+from numpy.typing import NDArray
 
 from credit_dp.data.grid import GLOBAL
+from credit_dp.errors import UserError
 from credit_dp.evaluation.events import SOURCES as EVENT_SOURCES
-from credit_dp.evaluation.events import event_score, event_scores
+from credit_dp.evaluation.events import EventResult, event_score, event_scores
 from credit_dp.evaluation.metric_table import FORECAST, METRICS, SOURCES, TRUTH
-from credit_dp.evaluation.scorecard import Array, Scorecard
+from credit_dp.evaluation.scorecard import Array, DateScores, Scorecard
+
+
+def temporary_file(folder: Path | None) -> FileIO:
+    """Open a file without a name, which ends with this process; None: where temporary files are."""
+    return TemporaryFile(buffering=0, dir=folder)
+
 
 NAME = "scores_by_date.zarr"
 DIMS = ("region", "source", "time", "prediction_timedelta", "channel")
 ALL_SOURCES = (*SOURCES, TRUTH)
+READ_BYTES = 2**26  # of values of some initial times, that are read at once
 
 
-def scores_by_date(card: Scorecard, name: str) -> xr.Dataset:
-    """Return what each initial time has to a score.
+@final
+class DateFile:
+    """Values of each initial and lead time, in a file: in memory they would grow with the dates.
 
-    If it has `root` in its attributes these are means of squares, of which the root is taken after
-    the mean over initial times. A source that the metric does not have is NaN.
+    Args:
+        shape: number of initial times, of lead times and of values.
+        open_file: opens the file, which is empty, to write and read.
     """
-    times = np.asarray(card.times)
+
+    def __init__(self, shape: tuple[int, int, int], open_file: Callable[[], FileIO]) -> None:
+        self.shape = shape
+        self._open = open_file
+        self._written = np.zeros(shape[:2], int)  # number of values
+
+    @cached_property
+    def _file(self) -> FileIO:
+        file = self._open()
+        weakref.finalize(self, file.close)
+        return file
+
+    def write(self, time: int, leads: slice, column: int, values: Array) -> None:
+        """Write some values of an initial time, `(leads, N)`, from a column on.
+
+        Raises:
+            UserError: the disk is full.
+        """
+        with self._disk_errors():
+            for lead, row in zip(range(leads.start, leads.stop), values, strict=True):
+                self._file.seek(self._offset(time, lead, column))
+                left = np.ascontiguousarray(row, np.float64).data.cast("B")
+                while left:  # the last bytes of a disk may be too few for all of it
+                    left = left[self._file.write(left) :]
+        self._written[time, leads] += values.shape[1]
+
+    def save(self) -> None:
+        """Let all that was written reach the disk.
+
+        Raises:
+            UserError: the disk is full.
+        """
+        with self._disk_errors():
+            os.fsync(self._file.fileno())
+
+    def copy(self, file: FileIO, done: NDArray[np.bool_]) -> None:
+        """Copy the values of some initial and lead times, `(times, leads)`, from another file.
+
+        Raises:
+            ValueError: it does not have them.
+        """
+        for time, lead in np.argwhere(done).tolist():
+            values = self._read(file, (time, lead), (1, self.shape[2]))
+            self.write(time, slice(lead, lead + 1), 0, values)
+
+    def read(self) -> Iterator[tuple[slice, Array]]:
+        """Yield some initial times after others, and their values, `(times, leads, N)`."""
+        if (self._written != self.shape[2]).any():
+            raise RuntimeError("an initial and lead time lacks a score")
+        times, *rest = self.shape
+        count = max(1, READ_BYTES // (8 * math.prod(rest)))
+        for first in range(0, times, count):
+            part = slice(first, min(first + count, times))
+            yield part, self._read(self._file, (first, 0), (part.stop - first, *rest))
+
+    def _read(self, file: FileIO, start: tuple[int, int], shape: tuple[int, ...]) -> Array:
+        values = np.empty(shape)
+        file.seek(self._offset(*start))
+        if file.readinto(values.data) < values.nbytes:
+            raise ValueError("it ends early")
+        return values
+
+    def _offset(self, time: int, lead: int, column: int = 0) -> int:
+        return 8 * ((time * self.shape[1] + lead) * self.shape[2] + column)
+
+    @contextmanager
+    def _disk_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise UserError(
+                f"out: has no room for what each date has to the scores ({error.strerror}). Free "
+                "space there, or change out."
+            ) from error
+
+
+def scores_by_date(card: Scorecard, dates: DateScores) -> xr.Dataset:
+    """Return what some initial times have to each score.
+
+    Those with `root` in their attributes are means of squares, of which the root is taken after the
+    mean over initial times. A source that a metric does not have is NaN.
+    """
     channels = [channel.name for channel in card.channels]
-    shape = (len(card.means), len(ALL_SOURCES), len(times), len(card.hours), len(channels))
-    values = np.full(shape, np.nan)
-    for region, means in enumerate(card.means.values()):
-        for source, field in zip(METRICS[name].sources, means[name], strict=True):
-            values[region, ALL_SOURCES.index(source)] = field
-    attributes = {"long_name": METRICS[name].title, "root": int(METRICS[name].root)}
+    times = np.asarray(card.times)[dates.times]
+    shape = (len(dates.means), len(ALL_SOURCES), len(times), len(card.hours), len(channels))
+    variables = {}
+    for name in dates.means[GLOBAL]:
+        values = np.full(shape, np.nan)
+        for region, means in enumerate(dates.means.values()):
+            for source, field in zip(METRICS[name].sources, means[name], strict=True):
+                values[region, ALL_SOURCES.index(source)] = field
+        attributes = {"long_name": METRICS[name].title, "root": int(METRICS[name].root)}
+        variables[name] = (DIMS, values, attributes)
+    leads = np.array(card.hours, "m8[h]").astype("m8[ns]")
     coordinates = {
-        **common_coordinates(card),
+        "region": ("region", np.array([*dates.means], object)),
+        "time": ("time", card.calendar.dates(times)),
+        "prediction_timedelta": ("prediction_timedelta", leads),
         "source": ("source", np.array(ALL_SOURCES, object)),
         "channel": ("channel", np.array(channels, object)),
         "units": ("channel", np.array(card.units, object)),
     }
-    return xr.Dataset({name: (DIMS, values, attributes)}, coordinates)
-
-
-def common_coordinates(card: Scorecard) -> Mapping[str, tuple[str, Any]]:
-    """Return the coordinates that scores and counts of events have."""
-    leads = np.array(card.hours, "m8[h]").astype("m8[ns]")
-    return {
-        "region": ("region", np.array([*card.means], object)),
-        "time": ("time", card.calendar.dates(np.asarray(card.times))),
-        "prediction_timedelta": ("prediction_timedelta", leads),
-    }
+    return xr.Dataset(variables, coordinates)
 
 
 COUNTS, FRACTIONS = "event_counts", "event_fractions"
 EVENT_DIMS = ("region", "source", "time", "prediction_timedelta", "event")
 
 
-def events_by_date(card: Scorecard) -> xr.Dataset:
-    """Return what each initial time adds to the counts of events, see `EventResult`.
+def events_by_date(events: Sequence[EventResult]) -> xr.Dataset:
+    """Return what each initial time adds to the counts of events.
 
     The counts of a source that is not counted are NaN.
     """
-    events = card.events
     counts = with_all_sources([x.counts for x in events])
     dims = (*EVENT_DIMS, "members", "observed")
     about = {"long_name": "area by number of members with the event, and by what was observed"}
     variables: dict[str, tuple[Any, ...]] = {COUNTS: (dims, counts, about)}
     coordinates = {
-        **common_coordinates(card),
-        "source": ("source", np.array(ALL_SOURCES, object)),
         "event": ("event", np.array([f"{x.channel.name} {x.event}" for x in events], object)),
         "event_channel": ("event", np.array([x.channel.name for x in events], object)),
         "members": np.arange(counts.shape[-2]),
@@ -112,12 +205,15 @@ def write_scores_by_date(card: Scorecard, folder: Path) -> None:
     Raises:
         OSError: it can't be written.
     """
-    for index, name in enumerate(card.means[GLOBAL]):  # one at a time, which saves memory
-        scores = scores_by_date(card, name)
-        scores.to_zarr(folder / NAME, mode="a" if index else "w", zarr_format=2, consolidated=True)
-    if card.events:
-        events = events_by_date(card)
-        events.to_zarr(folder / NAME, mode="a", zarr_format=2, consolidated=True)
+    for dates in card.by_date():
+        scores = scores_by_date(card, dates)
+        if dates.events:
+            scores = scores.merge(events_by_date(dates.events))
+        first = dates.times.start == 0
+        if first:  # initial times are given to the minute
+            scores["time"].encoding["units"] = f"minutes since {card.initial_times[0]}"
+        target: dict[str, Any] = {"mode": "w"} if first else {"append_dim": "time"}
+        scores.to_zarr(folder / NAME, zarr_format=2, consolidated=True, **target)
 
 
 def read_scores_by_date(folder: Path, names: Collection[str]) -> xr.Dataset | None:

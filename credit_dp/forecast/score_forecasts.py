@@ -4,10 +4,10 @@ Each data rank makes the forecasts of some initial times, as `make_forecasts` do
 lead time go to one rank of the domain, each lead time to another one, which scores them as a stored
 forecast is scored, in a thread of its own. What it adds up goes to a file of its own in
 `OUT.partial` once in `SAVE_SECONDS`, from which another run resumes on any mesh; at the end rank 0
-joins them.
+joins them. What each initial time has to the scores goes to a second file at once.
 
 Memory holds one lead time of all members on the rank that scores it, the truth and climatology of
-it, and the sums. Of these, the means and the counts of events of each initial time are kept.
+it, and the sums.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from io import FileIO
 from itertools import tee
 from pathlib import Path
 from typing import Any, final
@@ -51,6 +53,7 @@ from credit_dp.evaluation.forecast_store import ForecastStore
 from credit_dp.evaluation.score import Scorer
 from credit_dp.evaluation.score_folder import ScoreFolder
 from credit_dp.evaluation.scorecard import Scorecard
+from credit_dp.evaluation.scores_by_date import temporary_file
 from credit_dp.files import atomic_path, partial_path, rename_durably, write_text_atomic
 from credit_dp.forecast.boundary import settings_of_boundary
 from credit_dp.forecast.format import (
@@ -81,6 +84,7 @@ from credit_dp.training.forecast_step import EnsembleForecast
 SAVE_SECONDS = 60
 SETTINGS_NAME = "settings.json"
 DONE = "done"
+DATES = ".dates"  # suffix of the file with what each initial time has to the scores
 
 
 @final
@@ -127,8 +131,11 @@ def score_forecasts(
             lambda: align(request, computed.store, report) if is_first else None
         )
         aligned = run_on_all_ranks(lambda: first or align(request, computed.store, report))
-        scorer = run_on_all_ranks(lambda: Scorer(aligned, request, report))
-    saved = SavedScores(config.request.target, settings | {"scores": asdict(request)})
+        saved = SavedScores(config.request.target, settings | {"scores": asdict(request)})
+        path = saved.new_path()
+        scorer = run_on_all_ranks(
+            lambda: Scorer(aligned, request, report, partial(FileIO, path.with_suffix(DATES), "w+"))
+        )
     with ExitStack() as locks:
         run_on_all_ranks(
             lambda: locks.enter_context(locked(config.request.target)) if is_first else None
@@ -141,7 +148,7 @@ def score_forecasts(
         done = all_gather_object(run_on_all_ranks(lambda: saved.done(sizes)))[0]
         wait_for_all(manager)  # no rank saves while another one is still reading
         runner = ForecastScorer(
-            ensemble, states, fields, computed, aligned, scorer, manager, saved, done
+            ensemble, states, fields, computed, aligned, scorer, manager, saved, path, done
         )
         left = np.flatnonzero(~done.all(axis=1)).tolist()
         if len(left) < len(done):
@@ -151,7 +158,9 @@ def score_forecasts(
         wait_for_all(manager)
 
         def finish() -> Scorecard:
-            total = Scorer(aligned, request, lambda title, part: None)
+            def no_report(title: str, part: float) -> None: ...
+
+            total = Scorer(aligned, request, no_report, lambda: temporary_file(saved.partial))
             saved.add_to(total)
             card = total.result(request)
             saved.write(card)
@@ -255,7 +264,7 @@ class SavedScores:
 
     def __init__(self, out: Path, settings: Mapping[str, Any]) -> None:
         self._out = out
-        self._partial = partial_path(out)
+        self.partial = partial_path(out)
         # As they come back from a file: tuples are lists, and keys are strings.
         self._settings = json.loads(json.dumps(settings))
 
@@ -265,36 +274,36 @@ class SavedScores:
         Raises:
             UserError: it was begun with other settings.
         """
-        path = self._partial / SETTINGS_NAME
-        if not self._partial.exists():
+        path = self.partial / SETTINGS_NAME
+        if not self.partial.exists():
             with disk_errors(self._out):
                 new = clear_new(self._out)
                 write_text_atomic(new / SETTINGS_NAME, json.dumps(self._settings))
-                rename_durably(new, self._partial)
+                rename_durably(new, self.partial)
             return
         try:
             begun = json.loads(path.read_text())
         except (OSError, ValueError):
             raise UserError(
-                f"{self._partial}: has no scores that were begun. Move it, or change out."
+                f"{self.partial}: has no scores that were begun. Move it, or change out."
             ) from None
         difference = describe_difference(begun, self._settings)
         if difference:
             raise UserError(
-                f"{self._partial}: was begun with {difference}. Set the same to resume it, remove "
+                f"{self.partial}: was begun with {difference}. Set the same to resume it, remove "
                 "it to start over, or change out."
             )
 
     def done(self, sizes: tuple[int, int]) -> NDArray[np.bool_]:
         """Return which initial and lead times were scored by earlier runs."""
         done = np.zeros(sizes, bool)
-        for state in self._states():
+        for _, state in self._states():
             done |= state[DONE]
         return done
 
     def new_path(self) -> Path:
         """Return the path of a new file for what one rank adds up."""
-        return self._partial / f"{uuid.uuid4().hex}.npz"
+        return self.partial / f"{uuid.uuid4().hex}.npz"
 
     def save(self, path: Path, done: NDArray[np.bool_], scorer: Scorer) -> None:
         """Write what was added up at the times that are done, in place of the file before.
@@ -302,31 +311,39 @@ class SavedScores:
         Raises:
             UserError: the disk is full, or gone.
         """
+        scorer.dates.save()  # before the file that says which of them count
         with disk_errors(self._out), atomic_path(path) as temporary, temporary.open("wb") as file:
-            arrays: dict[str, Any] = {DONE: done, **scorer.state(done)}
+            arrays: dict[str, Any] = {DONE: done, **scorer.state()}
             np.savez(file, **arrays)
 
     def add_to(self, scorer: Scorer) -> None:
         """Add what all ranks and runs have saved."""
-        for state in self._states():
-            scorer.add_state(state[DONE], state)
+        for path, state in self._states():
+            with self._damage(path), FileIO(path.with_suffix(DATES)) as dates:
+                scorer.add_state(state, dates, state[DONE])
 
     def write(self, card: Scorecard) -> None:
         """Write the scores, and remove what they were made of."""
         folder = ScoreFolder(self._out)
         with folder.cleanup_on_failure():
             folder.write(card)
-        shutil.rmtree(self._partial, ignore_errors=True)  # its lock file is open
+        shutil.rmtree(self.partial, ignore_errors=True)  # its lock file is open
 
-    def _states(self) -> Iterator[Mapping[str, NDArray[Any]]]:
-        for path in sorted(self._partial.glob("*.npz")):
-            try:
-                with np.load(path) as state:
-                    yield dict(state)
-            except (OSError, ValueError, BadZipFile) as error:
-                raise UserError(
-                    f"{path}: can't be read ({error}). Remove {self._partial} to start over."
-                ) from error
+    def _states(self) -> Iterator[tuple[Path, Mapping[str, NDArray[Any]]]]:
+        for path in sorted(self.partial.glob("*.npz")):
+            with self._damage(path), np.load(path) as file:
+                state = dict(file)
+                path.with_suffix(DATES).stat()  # raises if an earlier version wrote none
+            yield path, state
+
+    @contextmanager
+    def _damage(self, path: Path) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, ValueError, KeyError, BadZipFile) as error:
+            raise UserError(
+                f"{path}: can't be read ({error}). Remove {self.partial} to start over."
+            ) from error
 
 
 @final
@@ -334,6 +351,7 @@ class ForecastScorer:
     """Makes this data rank's forecasts on this domain rank's rows, and scores its lead times.
 
     Args:
+        path: of the file for what it adds up.
         done: initial and lead times that are scored already, `(times, leads)`; the same on all
             ranks.
     """
@@ -348,6 +366,7 @@ class ForecastScorer:
         scorer: Scorer,
         manager: DomainParallelManager,
         saved: SavedScores,
+        path: Path,
         done: NDArray[np.bool_],
     ) -> None:
         self._ensemble = ensemble
@@ -358,7 +377,7 @@ class ForecastScorer:
         self._scorer = scorer
         self._manager = manager
         self._saved = saved
-        self._path = saved.new_path()
+        self._path = path
         self._done_before = done
         self._done = np.zeros_like(done)  # by this rank
         self._saved_at = time.monotonic()

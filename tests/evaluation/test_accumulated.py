@@ -74,7 +74,7 @@ def test_events_are_of_the_sums_over_the_forecasts_span(folder, observed):
     )
     (result,) = card.events
     # The forecast is perfect: all weight is of hits and correct negatives.
-    counts = result.counts["global"][0].sum(axis=0)
+    counts = result.counts["global"][0]
     hits, none = counts[:, 1, 1], counts[:, 0, 0]
     assert np.abs(counts[:, [0, 1], [1, 0]]).max() == 0
     heavy = made[RAIN].values > 0.1

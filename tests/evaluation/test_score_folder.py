@@ -49,7 +49,7 @@ def test_what_a_killed_process_left_is_removed_by_the_next(tmp_path: Path) -> No
         for folder in tmp_path.iterdir():
             os.utime(folder, (0, 0))
         young = ScoreFolder(out)
-        assert set(tmp_path.iterdir()) == {used._temporary, young._temporary}
+        assert set(tmp_path.iterdir()) == {used.temporary, young.temporary}
 
 
 def test_scores_of_another_process_are_not_overwritten(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Scores of each initial time, and tests of differences that know autocorrelation."""
 
 from dataclasses import replace
+from io import FileIO
 from pathlib import Path
 
 import numpy as np
@@ -9,10 +10,12 @@ import torch
 import xarray as xr
 
 from credit_dp.data.calendar import Calendar
+from credit_dp.errors import UserError
 from credit_dp.evaluation import metrics
 from credit_dp.evaluation.metric_table import METRICS, Extent
 from credit_dp.evaluation.scorecard import Scorecard
 from credit_dp.evaluation.scores_by_date import (
+    DateFile,
     compare_by_date,
     compare_events_by_date,
     jackknife_series,
@@ -20,6 +23,7 @@ from credit_dp.evaluation.scores_by_date import (
     read_scores_by_date,
     scores_by_date,
     t_test,
+    temporary_file,
     write_scores_by_date,
 )
 from tests.evaluation import forecasts
@@ -56,7 +60,8 @@ def test_means_over_dates_are_those_of_their_definition(folder: Path) -> None:
     observed = forecasts.truth()
     made = forecasts.forecast(observed)
     card = scored(folder, forecasts.write(made, folder / "means.zarr"))
-    by_date = scores_by_date(card, "rmse")
+    [dates] = card.by_date()
+    by_date = scores_by_date(card, dates)
     valid = made["time"] + made["prediction_timedelta"]
     truth = observed["2m_temperature"].sel(time=valid).assign_coords(time=made["time"])
     latitude = made["latitude"].values
@@ -72,6 +77,49 @@ def test_means_over_dates_are_those_of_their_definition(folder: Path) -> None:
     )
     found = by_date["rmse"].sel(channel="2m_temperature", source="forecast", region="global")
     assert found.values == pytest.approx(wanted.values, rel=1e-12)
+
+
+def test_memory_has_no_room_for_all_dates(folder: Path, tmp_path: Path, monkeypatch) -> None:
+    made = forecasts.forecast(forecasts.truth(), members=3)
+    path = forecasts.write(made, folder / "blocks.zarr")
+    keys = {"regions": ("tropics",), "fss": (3000.0,), "events": {"2m_temperature": [">280"]}}
+    together = scored(folder, path, **keys)
+    write_scores_by_date(together, tmp_path / "together")
+    monkeypatch.setattr("credit_dp.evaluation.scores_by_date.READ_BYTES", 1)
+    one_by_one = scored(folder, path, **keys)
+    assert len([*one_by_one.by_date()]) == made.sizes["time"] > 1
+    write_scores_by_date(one_by_one, tmp_path / "one-by-one")
+    for name, values in together.scores.items():
+        assert one_by_one.scores[name] == pytest.approx(values, rel=1e-14, nan_ok=True)
+    for one, other in zip(one_by_one.events, together.events, strict=True):
+        np.testing.assert_allclose(one.counts["tropics"], other.counts["tropics"], rtol=1e-14)
+    stores = [
+        xr.open_zarr(tmp_path / name / "scores_by_date.zarr", decode_timedelta=True).load()
+        for name in ("together", "one-by-one")
+    ]
+    xr.testing.assert_identical(*stores)
+    assert {"rmse", "event_counts", "event_fractions"} < {*stores[0].data_vars}
+
+
+def test_a_full_disk_is_one_line() -> None:
+    dates = DateFile((1, 2, 3), lambda: FileIO("/dev/full", "r+"))
+    with pytest.raises(UserError, match=r"^out: has no room .*No space left.* change out\.$"):
+        dates.write(0, slice(0, 2), 0, np.zeros((2, 3)))
+
+
+def test_a_date_without_all_scores_is_not_read() -> None:
+    dates = DateFile((1, 2, 3), lambda: temporary_file(None))
+    dates.write(0, slice(0, 2), 0, np.ones((2, 2)))
+    with pytest.raises(RuntimeError, match="lacks a score"):
+        next(dates.read())
+    dates.write(0, slice(0, 2), 2, np.full((2, 1), 2.0))
+    [(times, values)] = dates.read()
+    assert times == slice(0, 1)
+    assert values.tolist() == [[[1, 1, 2], [1, 1, 2]]]
+    short = temporary_file(None)
+    short.write(bytes(24))
+    with short, pytest.raises(ValueError, match="ends early"):
+        DateFile((1, 2, 3), lambda: temporary_file(None)).copy(short, np.array([[True, True]]))
 
 
 def test_times_of_other_calendars_are_written_as_dates_of_theirs(folder: Path, tmp_path) -> None:

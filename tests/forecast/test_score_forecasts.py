@@ -1,5 +1,6 @@
 """Scores of forecasts that are not written are those of the same forecasts when they are."""
 
+from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.domain_parallel.thread_ranks import RankError
 from credit_dp.errors import UserError
 from credit_dp.evaluation.alignment import ScoreRequest
+from credit_dp.evaluation.events import EventResult
 from credit_dp.evaluation.forecast_store import ForecastStore
 from credit_dp.evaluation.score import score
 from credit_dp.evaluation.scorecard import Scorecard
@@ -61,22 +63,30 @@ def assert_same(found: Scorecard, expected: Scorecard) -> None:
     assert found.initial_times == expected.initial_times
     assert found.hours == expected.hours
     assert found.units == expected.units
-    for region, means in expected.means.items():
-        for name, values in means.items():
-            np.testing.assert_allclose(found.means[region][name], values, rtol=1e-6, atol=1e-9)
+    for one, other in zip(found.by_date(), expected.by_date(), strict=True):
+        assert one.times == other.times
+        for region, means in other.means.items():
+            for name, values in means.items():
+                np.testing.assert_allclose(one.means[region][name], values, rtol=1e-6, atol=1e-9)
+        assert_same_events(one.events, other.events)
     for name, values in expected.scores.items():
         np.testing.assert_allclose(found.scores[name], values, rtol=1e-6, atol=1e-9)
     np.testing.assert_allclose(found.spectra, expected.spectra, rtol=1e-6)
     np.testing.assert_allclose(found.rank_histograms, expected.rank_histograms, atol=1e-4)
-    for event, same in zip(found.events, expected.events, strict=True):
-        assert (same.counts["global"][0].sum(axis=(0, 1, 3)) > 0).all()  # each number of members
+    assert_same_events(found.events, expected.events)
+    for event in expected.events:
+        assert (event.counts["global"][0].sum(axis=(0, 2)) > 0).all()  # each number of members
+    for one, other in zip(found.maps, expected.maps, strict=True):
+        np.testing.assert_allclose(one.rmse, other.rmse, rtol=1e-5, atol=1e-9)
+
+
+def assert_same_events(found: Sequence[EventResult], expected: Sequence[EventResult]) -> None:
+    for event, same in zip(found, expected, strict=True):
         for region, counts in same.counts.items():
             np.testing.assert_array_equal(event.counts[region], counts)
             np.testing.assert_allclose(
                 event.fractions[region], same.fractions[region], rtol=1e-12, atol=1e-12
             )
-    for one, other in zip(found.maps, expected.maps, strict=True):
-        np.testing.assert_allclose(one.rmse, other.rmse, rtol=1e-5, atol=1e-9)
 
 
 @pytest.fixture(scope="module")
@@ -118,6 +128,11 @@ def test_a_killed_run_continues_on_another_mesh(
     with pytest.raises(RankError, match="killed"):
         on_threads(1, on_rank, config)
     before, scored[:] = [*scored], []
+    [dates] = partial_path(tmp_path / "scores").glob("*.dates")
+    dates.rename(tmp_path / "moved")
+    with pytest.raises(RankError, match=r"can't be read .*\.dates.*Remove .* to start over"):
+        on_threads(1, on_rank, config)
+    (tmp_path / "moved").rename(dates)
 
     def note(self: ForecastScorer, start: int, lead: int, values: Any) -> None:
         original(self, start, lead, values)

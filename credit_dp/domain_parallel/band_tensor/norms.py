@@ -339,8 +339,9 @@ def batch_norm_backward(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     x, weight = given["input"], given["weight"]
     grad = given["grad_out" if "grad_out" in given else "grad_output"]
     row_dim = _row_dim(x)
-    if row_dim is None and type(x) is BandTensor and _row_dim(grad) not in (None, 1):
-        x = given["input"] = rebanded(x, grad.rows)
+    grad_dim = _row_dim(grad)
+    if row_dim is None and type(x) is BandTensor and grad_dim is not None:
+        x = given["input"] = _by_rows(x) if grad_dim == 1 else rebanded(x, grad.rows)
         row_dim = _row_dim(x)
     if row_dim is None:
         return run_whole(func, args, kwargs)

@@ -25,7 +25,7 @@ from credit_dp.domain_parallel.band_tensor.tensor import (
 )
 from credit_dp.domain_parallel.layers import base
 from tests.domain_parallel.band_tensor import functions
-from tests.ranks import on_threads
+from tests.ranks import on_threads, seeded
 from tests.tables import entry
 
 aten = torch.ops.aten
@@ -292,6 +292,36 @@ def test_norms_of_gpus() -> None:
     y = F.rms_norm(leaves[0], x.shape[2:], eps=1e-5)
     expected = [*of_batch, *of_batch, y.detach(), *torch.autograd.grad(y, leaves[0], x)]
     for found in on_threads(3, by_rules_of_gpus, x, weight):
+        torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-11)
+
+
+def gradients_of_whole(
+    manager: DomainParallelManager, x: Tensor, grad: Tensor, weight: Tensor, training: bool
+) -> Results:
+    """Return gradients of a norm of samples that all ranks have; that of the output has bands."""
+    domain = Domain(manager)
+    band = Band(-1, 1, domain.bounds(x.shape[1]))
+    field = BandTensor(x, WHOLE, domain)
+    bands = BandTensor(cut(grad, band, domain.rank), band, domain, grad.stride())
+    running = (None, None) if training else (weight, weight.exp())
+    saved = aten.native_batch_norm.default(x, weight, None, *running, training, 0.1, 1e-5)[1:]
+    backward = aten.native_batch_norm_backward.default
+    last = (training, 1e-5, [True] * 3)
+    parts = RULES[backward](backward, (bands, field, weight, *running, *saved, *last), {})
+    assert not domain.whole_calls
+    return [whole(BandTensor(part.local, part.rows, domain)) for part in parts]
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_a_batch_norm_of_whole_samples_takes_gradients_of_bands(training: bool) -> None:
+    shapes = (8, 7), (8, 7), (7,)
+    generator = seeded(0)
+    x, grad, weight = (torch.randn(n, dtype=torch.float64, generator=generator) for n in shapes)
+    leaves = [y.clone().requires_grad_() for y in (x, weight, weight)]
+    running = (None, None) if training else (weight, weight.exp())
+    y = F.batch_norm(leaves[0], *running, *leaves[1:], training)
+    expected = [*torch.autograd.grad(y, leaves, grad)]
+    for found in on_threads(3, gradients_of_whole, x, grad, weight, training):
         torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-11)
 
 

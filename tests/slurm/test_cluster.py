@@ -327,7 +327,7 @@ def test_a_job_saves_before_its_time_is_over_and_goes_on_until_it_is_cancelled(
 ) -> None:
     """A cancelled job saves, too, and is not requeued."""
     number, log = number_of(overrunning), overrunning / "job.log"
-    until(lambda: "resumed after step " in log.read_text(), "the second life")
+    until(lambda: log.exists() and "resumed after step " in log.read_text(), "the second life")
     assert ": stopped after step " in log.read_text().partition("resumed after step ")[0]
     cluster.ask("scontrol", "update", f"JobId={number}", "TimeLimit=60")
     # On a slow machine this start may have ended by now; the next one has enough time.

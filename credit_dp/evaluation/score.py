@@ -3,7 +3,7 @@
 Runs in one process. `align` opens the stores, `read_blocks` yields forecasts with truth and
 climatology, `Scorer` sums the scores of `metric_table` over the globe and each region, and the
 spectra and rank histograms of each variable. Memory is bounded by one block's window and the sums;
-what each initial time has to the scores is in a file.
+what each initial time contributes to the scores is in a file.
 """
 
 import math
@@ -103,7 +103,7 @@ def score(
     """Score a forecast store.
 
     Args:
-        folder: for a temporary file with what each initial time has to the scores.
+        folder: for a temporary file with what each initial time contributes to the scores.
 
     Raises:
         UserError: a store is invalid or does not fit the others, or a value is missing.
@@ -536,7 +536,7 @@ class Scorer:
     """Adds forecasts block by block to the scores of their variables.
 
     Args:
-        open_file: opens an empty file for what each initial time has to the scores.
+        open_file: opens an empty file for what each initial time contributes to the scores.
 
     Raises:
         UserError: a region has no point, or a field can't be read.
@@ -547,7 +547,7 @@ class Scorer:
         aligned: AlignedForecast,
         request: ScoreRequest,
         report: ProgressCallback,
-        open_file: Callable[[], FileIO],
+        open_file: Callable[[], FileIO] = temporary_file,
     ) -> None:
         self._aligned = aligned
         self._manager = DomainParallelManager(1, 1)  # one rank: the metrics' sums stay local
@@ -581,7 +581,7 @@ class Scorer:
                 within = slice(part.start - span.start, part.stop - span.start)
                 self._scores[name].append((within, scores))
         self._events = self._open_events(request, regions, report)
-        # What an initial and lead time has to the scores: the columns of each part of it.
+        # The columns of each part of what an initial and lead time contributes to the scores.
         sizes: dict[VariableScores | EventCounts, int] = {
             scores: scores.num_means for parts in self._scores.values() for _, scores in parts
         }
@@ -695,12 +695,12 @@ class Scorer:
         """Add the `state` of another scorer.
 
         Args:
-            dates: its file with what each initial time has to the scores.
+            dates: its file with what each initial time contributes to the scores.
             done: the initial and lead times that it has scored, `(times, leads)`.
         """
         for number, array in enumerate(self._sums()):
             array += state[f"sum{number}"]
-        self.dates.copy(dates, done)
+        self.dates.add(dates, done)
 
     def _sums(self) -> list[NDArray[np.float64]]:
         scores = [scores for parts in self._scores.values() for _, scores in parts]
@@ -708,7 +708,7 @@ class Scorer:
         return [*sums, *self._maps.sums()]
 
     def by_date(self) -> Iterator[DateScores]:
-        """Yield what each initial time has to the scores, some initial times after others."""
+        """Yield what a few initial times contribute to the scores, after others."""
         channels = self._aligned.truth.channels.output_channels
         for times, values in self.dates.read():
             by_part = self._split(values)

@@ -7,7 +7,7 @@ store. Which scores there are is in `metric_table`.
 import json
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import final
 
@@ -278,7 +278,7 @@ NestedScores = dict[str, dict[str, dict[str, dict[str, float | None]]]]
 @final
 @dataclass(frozen=True)
 class DateScores:
-    """What some initial times have to the scores.
+    """What some initial times contribute to the scores.
 
     Attributes:
         times: indices of these initial times.
@@ -290,11 +290,6 @@ class DateScores:
     times: slice
     means: Mapping[str, Mapping[str, Array]]
     events: tuple[EventResult, ...]
-
-
-def no_dates() -> Iterator[DateScores]:
-    """Yield nothing: of scores that were not computed from forecasts."""
-    yield from ()
 
 
 @final
@@ -314,8 +309,7 @@ class Scorecard:
         rank_histograms: how often the truth has each rank among M members, `(leads, C, M + 1)`;
             None without an ensemble.
         times, calendar: the initial times as numbers of their calendar.
-        by_date: yields what each initial time has to the scores; it is in a file, as memory would
-            grow with their number.
+        by_date: yields what a few initial times contribute to the scores, after others.
         events: the counts of each event and channel, of all initial times.
         boundary: rows and columns at each edge of a region that are not scored.
         wavelength: of wavenumber 1 in the spectra of a region, in metres; None of others.
@@ -338,7 +332,7 @@ class Scorecard:
     rank_histograms: Array | None = None
     times: Times | None = None
     calendar: Calendar = STANDARD
-    by_date: Callable[[], Iterator[DateScores]] = no_dates
+    by_date: Callable[[], Iterable[DateScores]] = tuple
     events: tuple[EventResult, ...] = ()
     boundary: int = 0
     wavelength: float | None = None

@@ -12,7 +12,6 @@ other usual one, needs a length of blocks and random numbers.
 Source: Geer 2016, "Significance of changes in medium-range forecast scores", Tellus A 68, 30229.
 """
 
-import math
 import os
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -28,22 +27,22 @@ import xarray as xr
 from numpy.typing import NDArray
 
 from credit_dp.data.grid import GLOBAL
+from credit_dp.data.sources.datasets import all_dates
 from credit_dp.errors import UserError
 from credit_dp.evaluation.events import SOURCES as EVENT_SOURCES
 from credit_dp.evaluation.events import EventResult, event_score, event_scores
 from credit_dp.evaluation.metric_table import FORECAST, METRICS, SOURCES, TRUTH
 from credit_dp.evaluation.scorecard import Array, DateScores, Scorecard
 
-
-def temporary_file(folder: Path | None) -> FileIO:
-    """Open a file without a name, which ends with this process; None: where temporary files are."""
-    return TemporaryFile(buffering=0, dir=folder)
-
-
 NAME = "scores_by_date.zarr"
 DIMS = ("region", "source", "time", "prediction_timedelta", "channel")
 ALL_SOURCES = (*SOURCES, TRUTH)
-READ_BYTES = 2**26  # of values of some initial times, that are read at once
+READ_BYTES = 2**25  # of the values of a few initial times, which are in memory together
+
+
+def temporary_file(folder: Path | None = None) -> FileIO:
+    """Open a nameless file, which is gone when it is closed; None: in the system's folder."""
+    return TemporaryFile(buffering=0, dir=folder)
 
 
 @final
@@ -52,12 +51,13 @@ class DateFile:
 
     Args:
         shape: number of initial times, of lead times and of values.
-        open_file: opens the file, which is empty, to write and read.
+        open_file: opens an empty file to write and read.
     """
 
     def __init__(self, shape: tuple[int, int, int], open_file: Callable[[], FileIO]) -> None:
         self.shape = shape
         self._open = open_file
+        self._others: dict[tuple[int, int], FileIO] = {}
         self._written = np.zeros(shape[:2], int)  # number of values
 
     @cached_property
@@ -67,54 +67,56 @@ class DateFile:
         return file
 
     def write(self, time: int, leads: slice, column: int, values: Array) -> None:
-        """Write some values of an initial time, `(leads, N)`, from a column on.
+        """Write some values of an initial time, `(leads, N)`, from a column on, each one once.
 
         Raises:
-            UserError: the disk is full.
+            UserError: they can't be written.
         """
         with self._disk_errors():
             for lead, row in zip(range(leads.start, leads.stop), values, strict=True):
-                self._file.seek(self._offset(time, lead, column))
+                offset = self._offset(time, lead, column)
                 left = np.ascontiguousarray(row, np.float64).data.cast("B")
                 while left:  # the last bytes of a disk may be too few for all of it
-                    left = left[self._file.write(left) :]
+                    count = os.pwrite(self._file.fileno(), left, offset)
+                    left, offset = left[count:], offset + count
         self._written[time, leads] += values.shape[1]
 
     def save(self) -> None:
         """Let all that was written reach the disk.
 
         Raises:
-            UserError: the disk is full.
+            UserError: it can't be written.
         """
         with self._disk_errors():
             os.fsync(self._file.fileno())
 
-    def copy(self, file: FileIO, done: NDArray[np.bool_]) -> None:
-        """Copy the values of some initial and lead times, `(times, leads)`, from another file.
+    def add(self, file: FileIO, done: NDArray[np.bool_]) -> None:
+        """Take some initial and lead times, `(times, leads)`, from another file.
 
         Raises:
             ValueError: it does not have them.
         """
+        weakref.finalize(self, file.close)
         for time, lead in np.argwhere(done).tolist():
-            values = self._read(file, (time, lead), (1, self.shape[2]))
-            self.write(time, slice(lead, lead + 1), 0, values)
+            if os.fstat(file.fileno()).st_size < self._offset(time, lead, self.shape[2]):
+                raise ValueError("it ends early")
+            self._others[time, lead] = file
+        self._written[done] = self.shape[2]
 
     def read(self) -> Iterator[tuple[slice, Array]]:
-        """Yield some initial times after others, and their values, `(times, leads, N)`."""
+        """Yield a few initial times, and their values, `(times, leads, N)`, after others."""
         if (self._written != self.shape[2]).any():
             raise RuntimeError("an initial and lead time lacks a score")
-        times, *rest = self.shape
-        count = max(1, READ_BYTES // (8 * math.prod(rest)))
+        times, leads, size = self.shape
+        count = max(1, READ_BYTES // (8 * leads * size))
         for first in range(0, times, count):
             part = slice(first, min(first + count, times))
-            yield part, self._read(self._file, (first, 0), (part.stop - first, *rest))
-
-    def _read(self, file: FileIO, start: tuple[int, int], shape: tuple[int, ...]) -> Array:
-        values = np.empty(shape)
-        file.seek(self._offset(*start))
-        if file.readinto(values.data) < values.nbytes:
-            raise ValueError("it ends early")
-        return values
+            values = np.empty((part.stop - first, leads, size))
+            for row, lead in np.ndindex(values.shape[:2]):
+                file = self._others.get((first + row, lead)) or self._file
+                into = values[row, lead].data
+                os.preadv(file.fileno(), [into], self._offset(first + row, lead))
+            yield part, values
 
     def _offset(self, time: int, lead: int, column: int = 0) -> int:
         return 8 * ((time * self.shape[1] + lead) * self.shape[2] + column)
@@ -125,13 +127,13 @@ class DateFile:
             yield
         except OSError as error:
             raise UserError(
-                f"out: has no room for what each date has to the scores ({error.strerror}). Free "
-                "space there, or change out."
+                f"out: can't be written ({error.strerror}). Fix this and start again, or change "
+                "out."
             ) from error
 
 
 def scores_by_date(card: Scorecard, dates: DateScores) -> xr.Dataset:
-    """Return what some initial times have to each score.
+    """Return what some initial times contribute to each score.
 
     Those with `root` in their attributes are means of squares, of which the root is taken after the
     mean over initial times. A source that a metric does not have is NaN.
@@ -210,10 +212,11 @@ def write_scores_by_date(card: Scorecard, folder: Path) -> None:
         if dates.events:
             scores = scores.merge(events_by_date(dates.events))
         first = dates.times.start == 0
-        if first:  # initial times are given to the minute
-            scores["time"].encoding["units"] = f"minutes since {card.initial_times[0]}"
+        if first:  # whole numbers for all dates, also those that come later
+            scores["time"].encoding["units"] = f"seconds since {card.initial_times[0]}"
         target: dict[str, Any] = {"mode": "w"} if first else {"append_dim": "time"}
-        scores.to_zarr(folder / NAME, zarr_format=2, consolidated=True, **target)
+        with all_dates():
+            scores.to_zarr(folder / NAME, zarr_format=2, consolidated=True, **target)
 
 
 def read_scores_by_date(folder: Path, names: Collection[str]) -> xr.Dataset | None:

@@ -4,7 +4,7 @@ Each data rank makes the forecasts of some initial times, as `make_forecasts` do
 lead time go to one rank of the domain, each lead time to another one, which scores them as a stored
 forecast is scored, in a thread of its own. What it adds up goes to a file of its own in
 `OUT.partial` once in `SAVE_SECONDS`, from which another run resumes on any mesh; at the end rank 0
-joins them. What each initial time has to the scores goes to a second file at once.
+joins them. What each initial time contributes to the scores goes to a second file at once.
 
 Memory holds one lead time of all members on the rank that scores it, the truth and climatology of
 it, and the sums.
@@ -53,8 +53,14 @@ from credit_dp.evaluation.forecast_store import ForecastStore
 from credit_dp.evaluation.score import Scorer
 from credit_dp.evaluation.score_folder import ScoreFolder
 from credit_dp.evaluation.scorecard import Scorecard
-from credit_dp.evaluation.scores_by_date import temporary_file
-from credit_dp.files import atomic_path, partial_path, rename_durably, write_text_atomic
+from credit_dp.files import (
+    atomic_path,
+    fsync_path,
+    partial_path,
+    remove_if_possible,
+    rename_durably,
+    write_text_atomic,
+)
 from credit_dp.forecast.boundary import settings_of_boundary
 from credit_dp.forecast.format import (
     ForecastFormat,
@@ -84,7 +90,8 @@ from credit_dp.training.forecast_step import EnsembleForecast
 SAVE_SECONDS = 60
 SETTINGS_NAME = "settings.json"
 DONE = "done"
-DATES = ".dates"  # suffix of the file with what each initial time has to the scores
+DATES = ".dates"  # suffix of the file with what each initial time contributes to the scores
+SHAPE = "shape"  # of that file
 
 
 @final
@@ -132,10 +139,8 @@ def score_forecasts(
         )
         aligned = run_on_all_ranks(lambda: first or align(request, computed.store, report))
         saved = SavedScores(config.request.target, settings | {"scores": asdict(request)})
-        path = saved.new_path()
-        scorer = run_on_all_ranks(
-            lambda: Scorer(aligned, request, report, partial(FileIO, path.with_suffix(DATES), "w+"))
-        )
+        open_file = partial(FileIO, saved.path.with_suffix(DATES), "w+")
+        scorer = run_on_all_ranks(lambda: Scorer(aligned, request, report, open_file))
     with ExitStack() as locks:
         run_on_all_ranks(
             lambda: locks.enter_context(locked(config.request.target)) if is_first else None
@@ -143,12 +148,11 @@ def score_forecasts(
         ensemble, states, fields = build_model(config, prepared, checkpoint, None, manager, device)
         run_on_all_ranks(lambda: saved.begin() if is_first else None)
         wait_for_all(manager)
-        sizes = len(aligned.initial_indices), len(aligned.lead_indices)
         # All ranks need the same times: what rank 0 finds counts.
-        done = all_gather_object(run_on_all_ranks(lambda: saved.done(sizes)))[0]
+        done = all_gather_object(run_on_all_ranks(lambda: saved.done(scorer.dates.shape)))[0]
         wait_for_all(manager)  # no rank saves while another one is still reading
         runner = ForecastScorer(
-            ensemble, states, fields, computed, aligned, scorer, manager, saved, path, done
+            ensemble, states, fields, computed, aligned, scorer, manager, saved, done
         )
         left = np.flatnonzero(~done.all(axis=1)).tolist()
         if len(left) < len(done):
@@ -158,9 +162,7 @@ def score_forecasts(
         wait_for_all(manager)
 
         def finish() -> Scorecard:
-            def no_report(title: str, part: float) -> None: ...
-
-            total = Scorer(aligned, request, no_report, lambda: temporary_file(saved.partial))
+            total = Scorer(aligned, request, lambda title, part: None)
             saved.add_to(total)
             card = total.result(request)
             saved.write(card)
@@ -260,11 +262,16 @@ class ComputedForecast:
 
 @final
 class SavedScores:
-    """What was added up, in the folder of scores that are not complete."""
+    """What was added up, in the folder of scores that are not complete.
+
+    Attributes:
+        path: of the file for what this rank adds up.
+    """
 
     def __init__(self, out: Path, settings: Mapping[str, Any]) -> None:
         self._out = out
-        self.partial = partial_path(out)
+        self._partial = partial_path(out)
+        self.path = self._partial / f"{uuid.uuid4().hex}.npz"
         # As they come back from a file: tuples are lists, and keys are strings.
         self._settings = json.loads(json.dumps(settings))
 
@@ -274,75 +281,89 @@ class SavedScores:
         Raises:
             UserError: it was begun with other settings.
         """
-        path = self.partial / SETTINGS_NAME
-        if not self.partial.exists():
+        path = self._partial / SETTINGS_NAME
+        if not self._partial.exists():
             with disk_errors(self._out):
                 new = clear_new(self._out)
                 write_text_atomic(new / SETTINGS_NAME, json.dumps(self._settings))
-                rename_durably(new, self.partial)
+                rename_durably(new, self._partial)
             return
         try:
             begun = json.loads(path.read_text())
         except (OSError, ValueError):
             raise UserError(
-                f"{self.partial}: has no scores that were begun. Move it, or change out."
+                f"{self._partial}: has no scores that were begun. Move it, or change out."
             ) from None
         difference = describe_difference(begun, self._settings)
         if difference:
             raise UserError(
-                f"{self.partial}: was begun with {difference}. Set the same to resume it, remove "
+                f"{self._partial}: was begun with {difference}. Set the same to resume it, remove "
                 "it to start over, or change out."
             )
+        for dates in self._partial.glob(f"*{DATES}"):  # of ranks that were killed before they saved
+            if not dates.with_suffix(".npz").exists():
+                remove_if_possible(dates)
 
-    def done(self, sizes: tuple[int, int]) -> NDArray[np.bool_]:
-        """Return which initial and lead times were scored by earlier runs."""
-        done = np.zeros(sizes, bool)
-        for _, state in self._states():
-            done |= state[DONE]
+    def done(self, shape: tuple[int, int, int]) -> NDArray[np.bool_]:
+        """Return which initial and lead times were scored by earlier runs.
+
+        Args:
+            shape: number of initial times, of lead times, and of values of each.
+
+        Raises:
+            UserError: a file is damaged, or of another version.
+        """
+        done = np.zeros(shape[:2], bool)
+        for path, state in self._states():
+            if state.get(SHAPE, np.zeros(0)).tolist() != [*shape]:
+                raise UserError(
+                    f"{self._partial}: was begun by another version. Remove it to start over, or "
+                    "change out."
+                )
+            with self._damage(path):
+                path.with_suffix(DATES).stat()  # raises if it is not there
+                done |= state[DONE]
         return done
 
-    def new_path(self) -> Path:
-        """Return the path of a new file for what one rank adds up."""
-        return self.partial / f"{uuid.uuid4().hex}.npz"
-
-    def save(self, path: Path, done: NDArray[np.bool_], scorer: Scorer) -> None:
+    def save(self, done: NDArray[np.bool_], scorer: Scorer) -> None:
         """Write what was added up at the times that are done, in place of the file before.
 
         Raises:
             UserError: the disk is full, or gone.
         """
         scorer.dates.save()  # before the file that says which of them count
-        with disk_errors(self._out), atomic_path(path) as temporary, temporary.open("wb") as file:
-            arrays: dict[str, Any] = {DONE: done, **scorer.state()}
-            np.savez(file, **arrays)
+        arrays: dict[str, Any] = {DONE: done, SHAPE: scorer.dates.shape, **scorer.state()}
+        with disk_errors(self._out), atomic_path(self.path) as temporary:
+            with temporary.open("wb") as file:
+                np.savez(file, **arrays)
+            fsync_path(temporary)
 
     def add_to(self, scorer: Scorer) -> None:
         """Add what all ranks and runs have saved."""
         for path, state in self._states():
-            with self._damage(path), FileIO(path.with_suffix(DATES)) as dates:
-                scorer.add_state(state, dates, state[DONE])
+            with self._damage(path):
+                scorer.add_state(state, FileIO(path.with_suffix(DATES)), state[DONE])
 
     def write(self, card: Scorecard) -> None:
         """Write the scores, and remove what they were made of."""
         folder = ScoreFolder(self._out)
         with folder.cleanup_on_failure():
             folder.write(card)
-        shutil.rmtree(self.partial, ignore_errors=True)  # its lock file is open
+        shutil.rmtree(self._partial, ignore_errors=True)  # its lock file is open
 
     def _states(self) -> Iterator[tuple[Path, Mapping[str, NDArray[Any]]]]:
-        for path in sorted(self.partial.glob("*.npz")):
+        for path in sorted(self._partial.glob("*.npz")):
             with self._damage(path), np.load(path) as file:
                 state = dict(file)
-                path.with_suffix(DATES).stat()  # raises if an earlier version wrote none
             yield path, state
 
     @contextmanager
     def _damage(self, path: Path) -> Iterator[None]:
         try:
             yield
-        except (OSError, ValueError, KeyError, BadZipFile) as error:
+        except (OSError, EOFError, ValueError, KeyError, BadZipFile) as error:
             raise UserError(
-                f"{path}: can't be read ({error}). Remove {self.partial} to start over."
+                f"{path}: can't be read ({error}). Remove {self._partial} to start over."
             ) from error
 
 
@@ -351,7 +372,6 @@ class ForecastScorer:
     """Makes this data rank's forecasts on this domain rank's rows, and scores its lead times.
 
     Args:
-        path: of the file for what it adds up.
         done: initial and lead times that are scored already, `(times, leads)`; the same on all
             ranks.
     """
@@ -366,7 +386,6 @@ class ForecastScorer:
         scorer: Scorer,
         manager: DomainParallelManager,
         saved: SavedScores,
-        path: Path,
         done: NDArray[np.bool_],
     ) -> None:
         self._ensemble = ensemble
@@ -377,7 +396,6 @@ class ForecastScorer:
         self._scorer = scorer
         self._manager = manager
         self._saved = saved
-        self._path = path
         self._done_before = done
         self._done = np.zeros_like(done)  # by this rank
         self._saved_at = time.monotonic()
@@ -424,7 +442,7 @@ class ForecastScorer:
                         progress(finished := finished + 1)
             self._wait()
         if self._done.any():
-            self._saved.save(self._path, self._done, self._scorer)
+            self._saved.save(self._done, self._scorer)
 
     def _rollout(self, start: int) -> Iterator[Tensor]:
         """Yield all members at one lead time after another, `(M, C, h, W)`."""
@@ -469,7 +487,7 @@ class ForecastScorer:
             self._scorer.add(block)
         self._done[start, lead] = True
         if time.monotonic() - self._saved_at > SAVE_SECONDS:
-            self._saved.save(self._path, self._done, self._scorer)
+            self._saved.save(self._done, self._scorer)
             self._saved_at = time.monotonic()
 
     def _wait(self) -> None:

@@ -1,5 +1,6 @@
 """Scores of forecasts that are not written are those of the same forecasts when they are."""
 
+import io
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
@@ -128,11 +129,25 @@ def test_a_killed_run_continues_on_another_mesh(
     with pytest.raises(RankError, match="killed"):
         on_threads(1, on_rank, config)
     before, scored[:] = [*scored], []
-    [dates] = partial_path(tmp_path / "scores").glob("*.dates")
-    dates.rename(tmp_path / "moved")
-    with pytest.raises(RankError, match=r"can't be read .*\.dates.*Remove .* to start over"):
-        on_threads(1, on_rank, config)
-    (tmp_path / "moved").rename(dates)
+    [dates] = (partial := partial_path(tmp_path / "scores")).glob("*.dates")
+    [sums] = partial.glob("*.npz")
+    kept = sums.read_bytes()
+    (partial / "unsaved.dates").touch()  # of a rank that was killed before it saved
+    with monkeypatch.context() as patch:
+        patch.setattr(ForecastScorer, "run", None)  # what can't be resumed is refused before
+        dates.rename(tmp_path / "moved")
+        with pytest.raises(RankError, match=r"can't be read .*\.dates.*Remove .* to start over"):
+            on_threads(1, on_rank, config)
+        assert not (partial / "unsaved.dates").exists()
+        (tmp_path / "moved").rename(dates)
+        sums.write_bytes(b"")
+        with pytest.raises(RankError, match=r"npz: can't be read .* to start over"):
+            on_threads(1, on_rank, config)
+        state = dict(np.load(io.BytesIO(kept)))
+        np.savez(sums, **state | {"shape": state["shape"] + 1})
+        with pytest.raises(RankError, match=r"partial: was begun by another version. Remove it"):
+            on_threads(1, on_rank, config)
+        sums.write_bytes(kept)
 
     def note(self: ForecastScorer, start: int, lead: int, values: Any) -> None:
         original(self, start, lead, values)

@@ -559,10 +559,10 @@ class EventResult:
     """The counts of one event of one channel: of all initial times, or of each.
 
     Attributes:
-        counts: by region: weights, `(sources, leads, M + 1, 2)`, see `EventScore`; of each initial
-            time `(sources, times, leads, M + 1, 2)`.
+        counts: by region: weights, `(sources, leads, M + 1, 2)`, see `EventScore`; those of each
+            initial time have their dim after the sources.
         fractions: by region: mean squared difference of the fractions, and the sum of their mean
-            squares, at each of the distances, `(sources, leads, D, 2)`; of each initial time so.
+            squares, at each of the distances, `(sources, leads, D, 2)`, likewise.
         distances: in km.
     """
 

@@ -708,7 +708,7 @@ class Scorer:
         return [*sums, *self._maps.sums()]
 
     def by_date(self) -> Iterator[DateScores]:
-        """Yield what a few initial times contribute to the scores, after others."""
+        """Yield what the initial times contribute to the scores, a few at a time."""
         channels = self._aligned.truth.channels.output_channels
         for times, values in self.dates.read():
             by_part = self._split(values)

@@ -309,7 +309,7 @@ class Scorecard:
         rank_histograms: how often the truth has each rank among M members, `(leads, C, M + 1)`;
             None without an ensemble.
         times, calendar: the initial times as numbers of their calendar.
-        by_date: yields what a few initial times contribute to the scores, after others.
+        by_date: yields what the initial times contribute to the scores, a few at a time.
         events: the counts of each event and channel, of all initial times.
         boundary: rows and columns at each edge of a region that are not scored.
         wavelength: of wavenumber 1 in the spectra of a region, in metres; None of others.

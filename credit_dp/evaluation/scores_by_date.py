@@ -104,7 +104,7 @@ class DateFile:
         self._written[done] = self.shape[2]
 
     def read(self) -> Iterator[tuple[slice, Array]]:
-        """Yield a few initial times, and their values, `(times, leads, N)`, after others."""
+        """Yield the initial times, a few at a time, with their values, `(times, leads, N)`."""
         if (self._written != self.shape[2]).any():
             raise RuntimeError("an initial and lead time lacks a score")
         times, leads, size = self.shape

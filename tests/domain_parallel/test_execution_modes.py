@@ -241,14 +241,11 @@ def test_sharded_layers_compile_to_one_graph():
 
 
 def _norms():
-    rows_and_columns = SHAPE[-2:]
     return nn.Sequential(
         nn.Conv2d(3, 4, 3, padding=1),
         nn.InstanceNorm2d(4, affine=True),
         nn.Conv2d(4, 4, 3, padding=1),
         nn.BatchNorm2d(4, track_running_stats=False),
-        nn.LayerNorm(rows_and_columns),
-        nn.RMSNorm(rows_and_columns),
     )
 
 

@@ -103,7 +103,8 @@ def score(
     """Score a forecast store.
 
     Args:
-        folder: for a temporary file with what each initial time contributes to the scores.
+        folder: for a temporary file with what each initial time contributes to the scores; None:
+            the system's.
 
     Raises:
         UserError: a store is invalid or does not fit the others, or a value is missing.
@@ -284,9 +285,6 @@ class VariableScores:
         self._points = points
         valid = None if points is None else points.valid
         self._area_means = {name: AreaMeans(sums, valid) for name, sums in neighbourhoods.items()}
-        others = {*self._area_means} | ({"seeps"} if seeps_points is not None else set())
-        # Those with means of each initial time.
-        self._metrics = [m for m in metrics if m.accumulator is not None or m.name in others]
         for name, region in regions.items():
             inside = None if points is None else ValidPoints(region.select(points.valid))
             # Sums of one initial time, which `end_initial_time` takes before the next.
@@ -301,6 +299,9 @@ class VariableScores:
                 self._others[name]["seeps"] = AreaMean(
                     (len(SOURCES), *shape), region.weights, scored
                 )
+        others = self._others[GLOBAL]
+        # Those with means of each initial time.
+        self._metrics = [m for m in metrics if m.accumulator is not None or m.name in others]
         self._spectra_sources = ENSEMBLE_SPECTRA_SOURCES if members > 1 else SPECTRA_SOURCES
         powers = (len(self._spectra_sources), *shape)
         self._spectra: PowerSpectra
@@ -719,12 +720,12 @@ class Scorer:
             }
             yield DateScores(times, means, self._event_results(by_part))
 
-    def _split(self, values: NDArray[np.float64]) -> dict["VariableScores | EventCounts", Tensor]:
+    def _split(self, values: NDArray[np.float64]) -> dict[VariableScores | EventCounts, Tensor]:
         by_column = torch.from_numpy(values)
         return {part: by_column[..., columns] for part, columns in self._columns.items()}
 
     def _event_results(
-        self, by_part: Mapping["VariableScores | EventCounts", Tensor]
+        self, by_part: Mapping[VariableScores | EventCounts, Tensor]
     ) -> tuple[EventResult, ...]:
         channels = self._aligned.truth.channels.output_channels
         return tuple(

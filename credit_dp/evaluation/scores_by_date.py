@@ -212,7 +212,7 @@ def write_scores_by_date(card: Scorecard, folder: Path) -> None:
         if dates.events:
             scores = scores.merge(events_by_date(dates.events))
         first = dates.times.start == 0
-        if first:  # whole numbers for all dates, also those that come later
+        if first:  # in hours or days, later dates might not be whole numbers
             scores["time"].encoding["units"] = f"seconds since {card.initial_times[0]}"
         target: dict[str, Any] = {"mode": "w"} if first else {"append_dim": "time"}
         with all_dates():

@@ -9,6 +9,8 @@ import shutil
 from html.parser import HTMLParser
 from itertools import product
 from pathlib import Path
+from tempfile import TemporaryFile
+from typing import Any
 from xml.etree import ElementTree
 
 import numpy as np
@@ -389,6 +391,21 @@ def test_a_full_disk_is_one_line(monkeypatch: pytest.MonkeyPatch, stores: Path) 
     assert (code, complaints.count("\n")) == (2, 1)
     assert "full: can't be written (No space left on device)" in complaints
     assert not list(stores.glob("*full*"))
+
+
+def test_what_dates_contribute_is_on_the_disk_of_the_output(
+    monkeypatch: pytest.MonkeyPatch, stores: Path
+) -> None:
+    """Not in the system's folder for temporary files, which may be in memory."""
+    folders = []
+
+    def note(dir: Path, **options: Any) -> Any:
+        folders.append(Path(dir))
+        return TemporaryFile(dir=dir, **options)
+
+    monkeypatch.setattr("credit_dp.evaluation.scores_by_date.TemporaryFile", note)
+    assert ask(monkeypatch, stores, "out=beside")[0] == 0
+    assert [(folder.parent, folder.exists()) for folder in folders] == [(Path(), False)]
 
 
 def test_help_needs_no_store(monkeypatch: pytest.MonkeyPatch) -> None:
